@@ -1,0 +1,1 @@
+"""The judge, in reading order: spec, golden, run, compare, report."""
