@@ -1,1 +1,1 @@
-"""The engine under test: kernels, layers, model and decode loop; imports nothing of ours outside."""
+"""The engine under test: kernels, layers, model, decode loop; imports nothing of ours outside."""
