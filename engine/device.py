@@ -1,0 +1,412 @@
+"""What a kernel file needs from the device: types, kernels, launches and argument checks.
+
+The same kernel source runs on a GPU and in the simulator. On a GPU a pointer parameter is a raw
+pointer (`CPointer`) and a launch goes through `cuda.core.launch`, which costs a few microseconds
+where array arguments through Numba's dispatcher cost tens. In the simulator a pointer is a flat
+numpy array. Kernels are compiled by the code path that the offline compile gate uses, and their
+cubins are cached on disk by content.
+"""
+
+import hashlib
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numba.cuda import types
+from numba.cuda.core import config
+
+from engine.unroll import static_range, unroll
+
+__all__ = [
+    "SIMULATED", "Family", "Kernel", "cdiv", "check", "cuda", "f32", "family", "function", "i32",
+    "i64", "kernel", "ptr", "static_range", "u8", "u16", "u32", "u64",
+]  # fmt: skip
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+if SIMULATED:
+    from engine import simulator
+    from engine.simulator import cuda
+
+    class _Integer:
+        """A cast that wraps as the device does; simulated kernels compute in Python integers."""
+
+        def __init__(self, bits: int, signed: bool):
+            self.dtype = np.dtype(f"{'' if signed else 'u'}int{bits}")
+            self._mask, self._sign = (1 << bits) - 1, (1 << bits - 1) if signed else 0
+
+        def __call__(self, value: Any) -> Any:
+            if isinstance(value, simulator.Address):
+                return value
+            wrapped = int(value) & self._mask
+            return wrapped - self._mask - 1 if wrapped & self._sign else wrapped
+
+    u8, u16, u32, u64 = (_Integer(bits, False) for bits in (8, 16, 32, 64))
+    i32, i64 = _Integer(32, True), _Integer(64, True)
+    f32 = np.float32
+else:
+    from numba import cuda
+
+    u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
+    i32, i64, f32 = types.int32, types.int64, types.float32
+
+_NUMPY = {
+    id(t): np.dtype(name)
+    for t, name in (
+        (u8, "uint8"), (u16, "uint16"), (u32, "uint32"), (u64, "uint64"),
+        (i32, "int32"), (i64, "int64"), (f32, "float32"),
+    )
+}  # fmt: skip
+_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    element: Any
+
+
+class ptr:
+    """`ptr[u16]`: a kernel parameter that points to 16-bit elements (bfloat16 travels as u16)."""
+
+    def __class_getitem__(cls, element: Any) -> _Pointer:
+        return _Pointer(element)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up, for host arithmetic."""
+    return -(-a // b)
+
+
+def function(fn: Callable) -> Callable:
+    """A device function: unrolled, inlined on the GPU, plain Python in the simulator."""
+    unrolled, _ = unroll(fn)
+    if SIMULATED:
+        unrolled.__globals__["cuda"] = cuda
+        return unrolled
+    return cuda.jit(device=True, forceinline=True)(unrolled)
+
+
+class Kernel:
+    """One compiled specialisation: launches on the GPU or in the simulator, compiles offline."""
+
+    def __init__(
+        self,
+        fn: Callable,
+        *,
+        threads: int,
+        blocks_per_sm: int | None = None,
+        registers: int = 255,
+        dynamic_shared: int = 0,
+        dependent_launch: bool = False,
+        fastmath: bool = False,
+        sass: Sequence[str] = (),
+        archs: Sequence[str] | None = None,
+    ):
+        self.module, self.name = fn.__module__, fn.__name__.strip("_")
+        self.file = Path(inspect.getfile(fn))
+        self.threads, self.blocks_per_sm = threads, blocks_per_sm
+        self.registers, self.dynamic_shared = registers, dynamic_shared
+        self.dependent_launch, self.fastmath = dependent_launch, fastmath
+        self.sass, self.archs = tuple(sass), archs
+        self.parameters = [
+            (p.name, p.annotation) for p in inspect.signature(fn).parameters.values()
+        ]
+        untyped = [n for n, t in self.parameters if t is inspect.Parameter.empty]
+        if untyped:
+            raise TypeError(f"kernel {self.name}: parameters {untyped} have no type")
+        self._constants = {
+            k: v
+            for k, v in inspect.getclosurevars(fn).nonlocals.items()
+            if isinstance(v, (int, float, str, bool, tuple, type(None)))
+        }
+        self.python, self.source = unroll(fn)
+        if SIMULATED:
+            self.python.__globals__["cuda"] = cuda
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.module}:{self.name}>"
+
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        *args: Any,
+        stream: Any = None,
+        dynamic_shared: int | None = None,
+    ) -> None:
+        """Queue the kernel on `stream` (None: the default one). Arrays fill pointer parameters."""
+        if len(args) != len(self.parameters):
+            raise TypeError(f"{self}: {len(args)} arguments for {len(self.parameters)} parameters")
+        shared = self.dynamic_shared if dynamic_shared is None else dynamic_shared
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        if 0 in grid:
+            return
+        if SIMULATED:
+            values = [
+                _flat(a, t.element) if isinstance(t, _Pointer) else t(a)
+                for a, (_, t) in zip(args, self.parameters, strict=True)
+            ]
+            simulator.launch(self.python, grid, (self.threads,), tuple(values), shared)
+            return
+        from cuda.core import LaunchConfig, launch
+
+        values = [
+            _address(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
+            for a, (_, t) in zip(args, self.parameters, strict=True)
+        ]
+        key = (grid, shared)
+        launch_config = self._launch_configs.get(key)
+        if launch_config is None:
+            launch_config = self._launch_configs[key] = LaunchConfig(
+                grid=grid,
+                block=self.threads,
+                shmem_size=shared,
+                programmatic_stream_serialization=self.dependent_launch,
+            )
+        launch(_stream(stream), launch_config, self._loaded, *values)
+
+    @cached_property
+    def _launch_configs(self) -> dict:
+        return {}
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The kernel in the current device's context, compiled or taken from the cubin cache."""
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        device = Device()
+        device.set_current()
+        major, minor = device.compute_capability
+        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+        cubin, entry = self.cubin(arch)
+        loaded = ObjectCode.from_cubin(cubin).get_kernel(entry)
+        if self.dynamic_shared > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuKernelSetAttribute(
+                attribute, self.dynamic_shared, loaded.handle, device.device_id
+            )
+            if int(status):
+                raise RuntimeError(f"{self}: {self.dynamic_shared} B of shared memory: {status}")
+        return loaded
+
+    def cubin(self, arch: str) -> tuple[bytes, str]:
+        """Machine code for `arch` ("sm_90a") and its entry name; needs no GPU and no driver."""
+        path = _cache_dir() / f"{self.digest(arch)}.cubin"
+        try:
+            entry, _, code = path.read_bytes().partition(b"\0")
+            if code and hashlib.sha256(code[32:]).digest() == code[:32]:
+                return code[32:], entry.decode()
+        except FileNotFoundError:
+            pass
+        code, name = self._compile(arch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+            f.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
+        Path(f.name).replace(path)  # parallel workers write the same bytes; the last one wins
+        return code, name
+
+    def digest(self, arch: str) -> str:
+        """Content hash of everything that decides the machine code."""
+        from importlib.metadata import version
+
+        engine = Path(__file__).parent
+        parts = [arch, self.source, repr(sorted(self._constants.items())), repr(self._options())]
+        parts += [f"{p}={version(p)}" for p in ("numba", "numba-cuda", "numpy")]
+        parts += [self._signature_text(), self.file.read_text()]
+        parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def _signature_text(self) -> str:
+        return ", ".join(f"{n}: {t}" for n, t in self.parameters)
+
+    def _options(self) -> dict[str, Any]:
+        bounds = (self.threads, self.blocks_per_sm) if self.blocks_per_sm else self.threads
+        return {"launch_bounds": bounds, "fastmath": self.fastmath, "lto": True}
+
+    def _compile(self, arch: str) -> tuple[bytes, str]:
+        from numba.cuda.dispatcher import _Kernel
+
+        cc = _compute_capability(arch)
+        signature = tuple(
+            types.CPointer(t.element) if isinstance(t, _Pointer) else t for _, t in self.parameters
+        )
+        with _offline(cc):
+            dispatcher = cuda.jit(self.python, **self._options())
+            library = _Kernel(
+                dispatcher.py_func, signature, **dispatcher.targetoptions
+            )._codelibrary
+            return bytes(library.get_cubin(cc=cc).code), library._entry_name
+
+
+# The files besides a kernel's own that end up in machine code.
+_CODE_FILES = {"device.py", "ptx.py", "unroll.py", "warp.py"}
+
+
+def kernel(**options: Any) -> Callable[[Callable], Kernel]:
+    """Make a `Kernel` of a function whose parameters are annotated with `ptr[u16]`, `u32`, `f32`...
+
+    threads: block size. blocks_per_sm: occupancy that ptxas must allow. registers: ceiling that the
+    compile gate enforces. dynamic_shared: bytes, raised above 48 KB where needed. dependent_launch:
+    programmatic dependent launch. sass: instructions that the machine code must contain.
+    archs: targets that it exists for (None: all).
+    """
+    return lambda fn: Kernel(fn, **options)
+
+
+class Family:
+    """Specialisations of one kernel by compile-time constants, made on first use."""
+
+    def __init__(self, make: Callable[..., Kernel], listed: Sequence[dict[str, Any]]):
+        self.make, self.listed = make, list(listed)
+        self._made: dict[tuple, Kernel] = {}
+
+    def __call__(self, **constants: Any) -> Kernel:
+        key = tuple(sorted(constants.items()))
+        if key not in self._made:
+            made = self.make(**constants)
+            made.name += "".join(f"_{k}{v}" for k, v in constants.items())
+            self._made[key] = made
+        return self._made[key]
+
+
+def family(*listed: dict[str, Any]) -> Callable[[Callable[..., Kernel]], Family]:
+    """Decorate a function of keyword constants that returns a kernel.
+
+    `listed` are the specialisations that the compile gate builds; they should be all that a
+    launcher can choose at the shapes its spec names.
+    """
+    return lambda make: Family(make, listed)
+
+
+def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str, int]:
+    """Check arrays against named dimensions before anything is launched.
+
+    `check("rms_norm", x=(x, "tokens hidden", "bfloat16"))` returns {"tokens": .., "hidden": ..}. A dimension name means the same size wherever it appears; a number stands for itself. Raises
+    ValueError naming the argument, what it should be and what it is.
+    """
+    dims: dict[str, int] = {}
+    for name, (array, shape, dtype) in arrays.items():
+        where = f"{op}: {name}"
+        _require_device_array(where, array)
+        allowed = (dtype,) if isinstance(dtype, str) else dtype
+        if array.dtype not in [_DTYPES.get(d) or np.dtype(d) for d in allowed]:
+            raise ValueError(f"{where} has dtype {array.dtype}, expected {' or '.join(allowed)}")
+        names = shape.split()
+        if len(array.shape) != len(names):
+            raise ValueError(
+                f"{where} has shape {tuple(array.shape)}, expected [{', '.join(names)}]"
+            )
+        for axis, (size, label) in enumerate(zip(array.shape, names, strict=True)):
+            want = int(label) if label.isdigit() else dims.setdefault(label, size)
+            if size != want:
+                known = "" if label.isdigit() else f" ({label} = {want})"
+                raise ValueError(
+                    f"{where} has shape {tuple(array.shape)}: "
+                    f"axis {axis} is {size}, expected {want}{known}"
+                )
+        if not _is_contiguous(array):
+            raise ValueError(
+                f"{where} is not C-contiguous: "
+                f"shape {tuple(array.shape)}, strides {tuple(array.strides)}"
+            )
+    return dims
+
+
+def _require_device_array(where: str, array: Any) -> None:
+    if SIMULATED:
+        if not hasattr(array, "_ary"):
+            raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
+        return
+    if not hasattr(array, "__cuda_array_interface__"):
+        raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
+    if 0 in array.shape:
+        return
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    status, ordinal = driver.cuPointerGetAttribute(attribute, _address(array))
+    here = Device().device_id
+    if int(status) or int(ordinal) != here:
+        place = f"device {int(ordinal)}" if not int(status) else "no device"
+        raise ValueError(f"{where} is on {place}, expected device {here}")
+
+
+def _is_contiguous(array: Any) -> bool:
+    expected = np.dtype(array.dtype).itemsize
+    strides = array.strides or ()
+    for size, stride in zip(reversed(array.shape), reversed(strides), strict=False):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(array: Any, element: Any) -> np.ndarray:
+    """The simulator's pointer: a flat view of the array in the kernel's element type."""
+    if array is None:
+        return np.empty(0, _NUMPY[id(element)])
+    raw = array._ary if hasattr(array, "_ary") else array
+    flat = raw.reshape(-1)
+    if flat.size and not np.shares_memory(flat, raw):
+        raise ValueError("a pointer parameter needs a contiguous array")
+    return flat.view(_NUMPY[id(element)])
+
+
+def _address(array: Any) -> int:
+    if array is None:
+        return 0
+    pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
+    if pointer is not None:
+        return pointer.value or 0
+    return array.__cuda_array_interface__["data"][0] or 0
+
+
+def _stream(stream: Any) -> Any:
+    if stream is None:
+        from cuda.core import LEGACY_DEFAULT_STREAM
+
+        return LEGACY_DEFAULT_STREAM
+    return stream
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("KDTR_CACHE", Path.home() / ".cache" / "kdtr")) / "cubin"
+
+
+def _compute_capability(arch: str) -> tuple:
+    digits = arch.removeprefix("sm_")
+    suffix = digits[-1] if digits[-1].isalpha() else ""
+    number = int(digits.removesuffix(suffix)) if suffix else int(digits)
+    return (number // 10, number % 10, suffix)
+
+
+class _offline:
+    """Let Numba compile for a given target where there is no GPU: two places ask for the device."""
+
+    def __init__(self, cc: tuple):
+        self.cc = cc
+
+    def __enter__(self) -> None:
+        from types import SimpleNamespace
+
+        import numba.cuda.dispatcher as dispatcher
+        from numba.cuda.codegen import CUDACodeLibrary
+
+        self._saved = (dispatcher.get_current_device, CUDACodeLibrary._ensure_cc)
+        device = SimpleNamespace(compute_capability=self.cc[:2])
+        dispatcher.get_current_device = lambda: device
+        CUDACodeLibrary._ensure_cc = lambda _, cc: self.cc if cc is None else cc
+
+    def __exit__(self, *_: Any) -> None:
+        import numba.cuda.dispatcher as dispatcher
+        from numba.cuda.codegen import CUDACodeLibrary
+
+        dispatcher.get_current_device, CUDACodeLibrary._ensure_cc = self._saved

@@ -1,0 +1,388 @@
+"""Every inline-PTX intrinsic of the engine, each with its stand-in for the simulator.
+
+A name means the same in both: the GPU branch emits one PTX statement through LLVM inline assembly,
+the simulator branch does in Python what the PTX ISA says that statement does. bfloat16 values are
+their 16 bits in a u32. Addresses (`address`, `shared_address`) are integers on the GPU and objects
+in the simulator; adding bytes to one works in both.
+
+Source of the semantics: PTX ISA 9.0, sections "mma.m16n8k16", "ldmatrix", "cp.async", "cvt",
+"prmt", "lop3", "griddepcontrol".
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba.cuda import types
+
+from engine.device import SIMULATED, f32, i32, u32, u64
+
+__all__ = [
+    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low", "bits_to_f32",
+    "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16",
+    "f32_to_bits", "fma", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4",
+    "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4", "load_shared_u32",
+    "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16", "pack_bf16x2", "pdl_launch_dependents",
+    "pdl_wait", "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
+    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2", "store_shared_v4",
+]  # fmt: skip
+
+if not SIMULATED:
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    _I32, _I64, _F32, _VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
+    _LLVM = {u32: _I32, i32: _I32, u64: _I64, f32: _F32}
+    _CONSTRAINT = {u32: "r", i32: "r", u64: "l", f32: "f"}
+
+    def _ptx(
+        text: str,
+        outs: Sequence[Any],
+        ins: Sequence[Any],
+        *,
+        volatile: bool = False,
+        memory: bool = False,
+    ) -> Callable:
+        """An intrinsic that is one PTX text: $0.. are the outputs, then the inputs, in order.
+
+        No output returns nothing, one returns the value, several return a tuple of one type.
+        volatile: must not be moved or merged; memory: also orders other memory accesses.
+        """
+        count = len(outs)
+        constraints = ["=" + _CONSTRAINT[t] for t in outs] + [_CONSTRAINT[t] for t in ins]
+        constraints += ["~{memory}"] if memory else []
+        if count == 0:
+            result, llvm = types.void, _VOID
+        elif count == 1:
+            result, llvm = outs[0], _LLVM[outs[0]]
+        else:
+            result = types.UniTuple(outs[0], count)
+            llvm = ir.LiteralStructType([_LLVM[t] for t in outs])
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            asm = ir.InlineAsm(
+                ir.FunctionType(llvm, [_LLVM[t] for t in ins]),
+                text,
+                ",".join(constraints),
+                side_effect=volatile or memory,
+            )
+            value = builder.call(asm, args)
+            if count == 0:
+                return context.get_dummy_value()
+            if count == 1:
+                return value
+            parts = [builder.extract_value(value, i) for i in range(count)]
+            return context.make_tuple(builder, signature.return_type, parts)
+
+        # Numba wants the exact arity in the signature of an intrinsic.
+        names = ", ".join(["context", *(f"a{i}" for i in range(len(ins)))])
+        scope: dict[str, Any] = {"result": result, "ins": tuple(ins), "codegen": codegen}
+        exec(f"def typing({names}):\n    return result(*ins), codegen", scope)
+        return intrinsic(scope["typing"])
+
+    def _registers(first: int, count: int) -> str:
+        return "{" + ", ".join(f"${first + i}" for i in range(count)) + "}"
+
+    @intrinsic
+    def address(context: Any, pointer: Any, index: Any) -> Any:
+        """Global address (u64) of element `index` of a pointer parameter."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            wide = builder.zext(args[1], _I64) if args[1].type != _I64 else args[1]
+            place = builder.gep(args[0], [wide])
+            place = builder.addrspacecast(place, ir.PointerType(place.type.pointee, 1))
+            return builder.ptrtoint(place, _I64)
+
+        if not isinstance(index, types.Integer) or index.signed:
+            return None
+        return types.uint64(pointer, index), codegen
+
+    @intrinsic
+    def advance(context: Any, pointer: Any, count: Any) -> Any:
+        """The pointer moved by `count` elements; with a u64 count, past 2^32 of them."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            wide = builder.zext(args[1], _I64) if args[1].type != _I64 else args[1]
+            return builder.gep(args[0], [wide])
+
+        if not isinstance(count, types.Integer) or count.signed:
+            return None
+        return pointer(pointer, count), codegen
+
+    @intrinsic
+    def shared_address(context: Any, array: Any, index: Any) -> Any:
+        """Address (u32, in the shared window) of element `index` of a shared array."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            place = builder.gep(data, [builder.zext(args[1], _I64)])
+            place = builder.addrspacecast(place, ir.PointerType(place.type.pointee, 3))
+            return builder.ptrtoint(place, _I32)
+
+        return types.uint32(array, types.uint32), codegen
+
+    @intrinsic
+    def atomic_add(context: Any, pointer: Any, index: Any, value: Any) -> Any:
+        """Add to a u32 in global memory, relaxed; returns what was there."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            place = builder.gep(args[0], [builder.zext(args[1], _I64)])
+            return builder.atomic_rmw("add", place, args[2], "monotonic")
+
+        return types.uint32(pointer, types.uint32, types.uint32), codegen
+
+    load_global_u16 = _ptx(
+        "{ .reg .b16 h; ld.global.b16 h, [$1]; cvt.u32.u16 $0, h; }", [u32], [u64], memory=True
+    )
+    load_global_u32 = _ptx("ld.global.b32 $0, [$1];", [u32], [u64], memory=True)
+    load_global_v2 = _ptx("ld.global.v2.b32 {$0, $1}, [$2];", [u32] * 2, [u64], memory=True)
+    load_global_v4 = _ptx("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u64], memory=True)
+    load_global_nc_v4 = _ptx(
+        "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];",
+        [u32] * 4,
+        [u64],
+        volatile=True,
+    )
+    store_global_u16 = _ptx(
+        "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", [], [u64, u32], memory=True
+    )
+    store_global_u32 = _ptx("st.global.b32 [$0], $1;", [], [u64, u32], memory=True)
+    store_global_v2 = _ptx("st.global.v2.b32 [$0], {$1, $2};", [], [u64, u32, u32], memory=True)
+    store_global_v4 = _ptx(
+        "st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [u64] + [u32] * 4, memory=True
+    )
+    load_shared_u32 = _ptx("ld.shared.b32 $0, [$1];", [u32], [u32], memory=True)
+    load_shared_v2 = _ptx("ld.shared.v2.b32 {$0, $1}, [$2];", [u32] * 2, [u32], memory=True)
+    load_shared_v4 = _ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u32], memory=True)
+    store_shared_u32 = _ptx("st.shared.b32 [$0], $1;", [], [u32, u32], memory=True)
+    store_shared_v2 = _ptx("st.shared.v2.b32 [$0], {$1, $2};", [], [u32] * 3, memory=True)
+    store_shared_v4 = _ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], [u32] * 5, memory=True)
+
+    cp_async_16 = _ptx("cp.async.cg.shared.global [$0], [$1], 16;", [], [u32, u64], memory=True)
+    cp_async_16_zfill = _ptx(
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [u32, u64, u32], memory=True
+    )
+    cp_async_commit = _ptx("cp.async.commit_group;", [], [], memory=True)
+
+    def cp_async_wait(pending: int) -> Callable:
+        """Makes an intrinsic that waits until at most `pending` groups of this thread are open."""
+        return _ptx(f"cp.async.wait_group {pending};", [], [], memory=True)
+
+    def _ldmatrix(count: int, suffix: str) -> Callable:
+        shape = f"ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16"
+        text = f"{shape} {_registers(0, count)}, [${count}];"
+        return _ptx(text, [u32] * count, [u32], memory=True)
+
+    ldmatrix_x2 = _ldmatrix(2, "")
+    ldmatrix_x4 = _ldmatrix(4, "")
+    ldmatrix_x4_trans = _ldmatrix(4, ".trans")
+    mma_bf16 = _ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        [f32] * 4,
+        [u32] * 6 + [f32] * 4,
+    )
+
+    bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
+    f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
+    bf16_to_f32 = _ptx("shl.b32 $0, $1, 16;", [f32], [u32])
+    bf16x2_low = bf16_to_f32
+    bf16x2_high = _ptx("and.b32 $0, $1, 0xffff0000;", [f32], [u32])
+    f32_to_bf16 = _ptx("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h; }", [u32], [f32])
+    pack_bf16x2 = _ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", [u32], [f32, f32])
+    exp2 = _ptx("ex2.approx.ftz.f32 $0, $1;", [f32], [f32])
+    reciprocal = _ptx("rcp.rn.f32 $0, $1;", [f32], [f32])
+    fma = _ptx("fma.rn.f32 $0, $1, $2, $3;", [f32], [f32] * 3)
+    prmt = _ptx("prmt.b32 $0, $1, $2, $3;", [u32], [u32] * 3)
+
+    def lop3(table: int) -> Callable:
+        """Makes an intrinsic for one three-input truth table (0xEA is (a & b) | c)."""
+        return _ptx(f"lop3.b32 $0, $1, $2, $3, {table};", [u32], [u32] * 3)
+
+    pdl_launch_dependents = _ptx("griddepcontrol.launch_dependents;", [], [], memory=True)
+    pdl_wait = _ptx("griddepcontrol.wait;", [], [], memory=True)
+
+else:
+    from engine import simulator
+
+    _MASK = 0xFFFFFFFF
+
+    def address(pointer: np.ndarray, index: int) -> simulator.Address:
+        return simulator.Address(pointer.view(np.uint8), int(index) * pointer.itemsize)
+
+    shared_address = address
+
+    def advance(pointer: np.ndarray, count: int) -> np.ndarray:
+        if int(count) > len(pointer):
+            raise IndexError(f"a pointer to {len(pointer)} elements was advanced by {int(count)}")
+        return pointer[int(count) :]
+
+    def atomic_add(pointer: np.ndarray, index: int, value: int) -> int:
+        before = int(pointer[index])
+        pointer[index] = (before + int(value)) & _MASK
+        return before
+
+    def _load(count: int, dtype: Any = np.uint32) -> Callable:
+        def load(place: simulator.Address) -> Any:
+            values = tuple(place.view(dtype, count).tolist())
+            return values if count > 1 else values[0]
+
+        return load
+
+    def _store(count: int, dtype: Any = np.uint32) -> Callable:
+        mask = (1 << 8 * np.dtype(dtype).itemsize) - 1
+
+        def store(place: simulator.Address, *values: int) -> None:
+            place.view(dtype, count)[:] = [int(v) & mask for v in values]
+
+        return store
+
+    load_global_u16 = _load(1, np.uint16)
+    load_global_u32 = load_shared_u32 = _load(1)
+    load_global_v2 = load_shared_v2 = _load(2)
+    load_global_v4 = load_global_nc_v4 = load_shared_v4 = _load(4)
+    store_global_u16 = _store(1, np.uint16)
+    store_global_u32 = store_shared_u32 = _store(1)
+    store_global_v2 = store_shared_v2 = _store(2)
+    store_global_v4 = store_shared_v4 = _store(4)
+
+    def cp_async_16(shared: simulator.Address, source: simulator.Address) -> None:
+        cp_async_16_zfill(shared, source, 16)
+
+    def cp_async_16_zfill(
+        shared: simulator.Address, source: simulator.Address, nbytes: int
+    ) -> None:
+        """Copy `nbytes` and fill the rest of the 16 with zeros; bytes are read when they land."""
+        target = shared.view(np.uint8, 16)
+        taken = source.view(np.uint8, 16)[: int(nbytes)] if nbytes else np.empty(0, np.uint8)
+
+        def land() -> None:
+            target[: len(taken)] = taken
+            target[len(taken) :] = 0
+
+        target.fill(0xFF)  # what is read before the wait is NaN, never the old tile
+        simulator.current().async_copies[-1].append(land)
+
+    def cp_async_commit() -> None:
+        simulator.current().async_copies.append([])
+
+    def cp_async_wait(pending: int) -> Callable:
+        def wait() -> None:
+            groups = simulator.current().async_copies
+            while len(groups) - 1 > pending:
+                for land in groups.pop(0):
+                    land()
+
+        return wait
+
+    def _fragment(rows: list[np.ndarray], lane: int) -> int:
+        pair = rows[lane >> 2][2 * (lane & 3) : 2 * (lane & 3) + 2]
+        return int(pair[0]) | int(pair[1]) << 16
+
+    def _ldmatrix(count: int, transposed: bool) -> Callable:
+        def combine(rows: dict[int, np.ndarray]) -> dict[int, tuple]:
+            tiles = [np.stack([rows[8 * m + r] for r in range(8)]) for m in range(count)]
+            tiles = [t.T if transposed else t for t in tiles]
+            return {lane: tuple(_fragment(t, lane) for t in tiles) for lane in rows}
+
+        def ldmatrix(row: simulator.Address) -> tuple:
+            """Lane l gives the address of row l % 8 of tile l // 8, eight 16-bit values."""
+            lane = simulator.current().thread_id % 32
+            # Lanes past the last tile pass an address that the hardware ignores.
+            values = row.view(np.uint16, 8).copy() if lane < 8 * count else None
+            return simulator.collective(_MASK, values, combine)
+
+        return ldmatrix
+
+    ldmatrix_x2, ldmatrix_x4 = _ldmatrix(2, False), _ldmatrix(4, False)
+    ldmatrix_x4_trans = _ldmatrix(4, True)
+
+    _LANE = np.arange(32)
+    _G, _T = _LANE >> 2, _LANE & 3
+
+    def _unpack(words: np.ndarray) -> np.ndarray:
+        """u32 [...] -> two bfloat16 values [..., 2] as float64."""
+        pairs = np.stack([words << 16, words & np.uint32(0xFFFF0000)], axis=-1)
+        return pairs.astype(np.uint32).view(np.float32).astype(np.float64)
+
+    def _mma(slots: dict[int, tuple]) -> dict[int, tuple]:
+        """Fragments of m16n8k16 in the ISA's layout; products exact, one rounding of each sum."""
+        words = np.array([slots[n][:6] for n in range(32)], np.uint32)  # [lane, a0..a3 b0 b1]
+        values = _unpack(words)  # [lane, register, 2]
+        a, b, c = np.empty((16, 16)), np.empty((16, 8)), np.empty((16, 8))
+        for register, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+            for half in range(2):
+                a[_G + row, 2 * _T + column + half] = values[:, register, half]
+        for register, row in enumerate((0, 8)):
+            for half in range(2):
+                b[2 * _T + row + half, _G] = values[:, 4 + register, half]
+        sums = np.array([slots[n][6:] for n in range(32)], np.float32)
+        places = ((0, 0), (0, 1), (8, 0), (8, 1))
+        for register, (row, column) in enumerate(places):
+            c[_G + row, 2 * _T + column] = sums[:, register]
+        d = np.einsum("ik,kj->ij", a, b) + c
+        d = d.astype(np.float32)
+        out = np.stack([d[_G + row, 2 * _T + column] for row, column in places], axis=-1)
+        return dict(enumerate(map(tuple, out)))
+
+    def mma_bf16(*registers: Any) -> tuple:
+        return simulator.collective(_MASK, registers, _mma)
+
+    def bits_to_f32(bits: int) -> np.float32:
+        return np.uint32(bits).view(np.float32)
+
+    def f32_to_bits(value: np.float32) -> int:
+        return int(np.float32(value).view(np.uint32))
+
+    def bf16_to_f32(bits: int) -> np.float32:
+        return np.uint32(int(bits) << 16 & _MASK).view(np.float32)
+
+    bf16x2_low = bf16_to_f32
+
+    def bf16x2_high(bits: int) -> np.float32:
+        return np.uint32(int(bits) & 0xFFFF0000).view(np.float32)
+
+    def f32_to_bf16(value: np.float32) -> int:
+        bits = f32_to_bits(value)
+        if bits & 0x7FFFFFFF > 0x7F800000:
+            return 0x7FFF  # the canonical NaN of cvt
+        return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+    def pack_bf16x2(low: np.float32, high: np.float32) -> int:
+        return f32_to_bf16(low) | f32_to_bf16(high) << 16
+
+    def exp2(x: np.float32) -> np.float32:
+        return np.exp2(np.float32(x))
+
+    def reciprocal(x: np.float32) -> np.float32:
+        return np.float32(1) / np.float32(x)
+
+    def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+        return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+    def prmt(a: int, b: int, selector: int) -> int:
+        source = int(a).to_bytes(4, "little") + int(b).to_bytes(4, "little")
+        result = 0
+        for i in range(4):
+            pick = int(selector) >> 4 * i & 0xF
+            byte = source[pick & 7]
+            if pick & 8:
+                byte = 0xFF if byte & 0x80 else 0
+            result |= byte << 8 * i
+        return result
+
+    def lop3(table: int) -> Callable:
+        def apply(a: int, b: int, c: int) -> int:
+            a, b, c, result = int(a), int(b), int(c), 0
+            for i in range(8):
+                if table >> i & 1:
+                    result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+            return result & _MASK
+
+        return apply
+
+    def pdl_launch_dependents() -> None:
+        """Launches run one after the other here."""
+
+    def pdl_wait() -> None:
+        """Launches run one after the other here."""
