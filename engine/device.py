@@ -288,8 +288,9 @@ def family(*listed: dict[str, Any]) -> Callable[[Callable[..., Kernel]], Family]
 def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str, int]:
     """Check arrays against named dimensions before anything is launched.
 
-    `check("rms_norm", x=(x, "tokens hidden", "bfloat16"))` returns {"tokens": .., "hidden": ..}. A dimension name means the same size wherever it appears; a number stands for itself. Raises
-    ValueError naming the argument, what it should be and what it is.
+    `check("rms_norm", x=(x, "tokens hidden", "bfloat16"))` returns {"tokens": .., "hidden": ..}.
+    A dimension name means the same size wherever it appears; a number stands for itself.
+    Raises ValueError naming the argument, what it should be and what it is.
     """
     dims: dict[str, int] = {}
     for name, (array, shape, dtype) in arrays.items():
