@@ -1,0 +1,305 @@
+"""What was judged, and how it is said: statuses, verdicts, report.json, the table and the page."""
+
+import datetime
+import importlib.metadata
+import importlib.resources
+import json
+import math
+import os
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from harness.spec import Spec, SpecError
+
+
+class Status(StrEnum):
+    PASSED = "PASSED"
+    UNSUPPORTED = "UNSUPPORTED"  # the spec declares it with a reason, and the launcher refuses
+    WRONG = "WRONG"
+    WRONG_SHAPE = "WRONG_SHAPE"
+    WRONG_DTYPE = "WRONG_DTYPE"
+    NONFINITE = "NONFINITE"  # NaN or infinity where the golden has none, or elsewhere than there
+    UNWRITTEN = "UNWRITTEN"  # the poison survived
+    OUT_OF_BOUNDS = "OUT_OF_BOUNDS"  # a guard band was touched
+    MUTATED_INPUT = "MUTATED_INPUT"
+    ALIASED = "ALIASED"  # the launcher returned something instead of writing its outputs
+    NONDETERMINISTIC = "NONDETERMINISTIC"  # two runs, different bits
+    CRASHED = "CRASHED"
+    TIMEOUT = "TIMEOUT"
+    GOLDEN_ERROR = "GOLDEN_ERROR"
+    SPEC_ERROR = "SPEC_ERROR"
+    VACUOUS = "VACUOUS"  # passing would mean nothing
+
+    @property
+    def ok(self) -> bool:
+        return self in (Status.PASSED, Status.UNSUPPORTED)
+
+
+class Fault(Exception):
+    """Ends a case with this status. `lost` says that the process's GPU context is unusable."""
+
+    def __init__(self, status: Status, message: str, *, lost: bool = False):
+        super().__init__(message)
+        self.status, self.message, self.lost = status, message, lost
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one output fared. `got`, `want` and `bound` belong to the coordinate `first`."""
+
+    output: str
+    status: Status
+    wrong: int  # elements
+    total: int
+    match: str  # the rule, in words
+    first: tuple[int, ...] | None = None
+    got: float | int | bool | None = None
+    want: float | int | bool | None = None
+    bound: float | None = None
+    headroom: float | None = None  # max(err / bound); None where the match is exact
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    id: str  # specs/rms_norm.toml::odd_tail
+    stage: str | None  # None: the spec could not be read
+    spec: str  # stem
+    case: str
+    status: Status
+    device: str
+    headroom: float | None = None  # worst of the outputs
+    time_us: float | None = None
+    message: str = ""
+    outputs: tuple[Result, ...] = ()
+    digest: str = ""  # of spec, oracle and kernel with what they import
+    kernel: str = ""
+    reference: str = ""
+    replaced: bool = False  # `kernel` was given by the caller in place of the spec's
+    notes: tuple[str, ...] = ()
+    lost: bool = False  # the process must be replaced before another case runs on this GPU
+
+    @property
+    def ok(self) -> bool:
+        return self.status.ok
+
+
+def broken(error: SpecError) -> Verdict:
+    """The verdict on a spec that could not be read. It belongs to every stage."""
+    stem = Path(error.file).stem
+    return Verdict(
+        id=f"specs/{Path(error.file).name}::spec",
+        stage=None,
+        spec=stem,
+        case="spec",
+        status=Status.SPEC_ERROR,
+        device="none",
+        message=str(error),
+    )
+
+
+# -- for the reader of a failure -----------------------------------------------------------------
+
+
+def failure_text(verdict: Verdict) -> str:
+    """What went wrong, where to look, and the one command that runs it again."""
+    lines = [f"{verdict.spec}::{verdict.case} {verdict.status} on {verdict.device}"]
+    lines += [f"  {line}" for line in verdict.message.splitlines()]
+    for result in verdict.outputs:
+        if not result.status.ok:
+            lines.append(f"  {result_text(result)}")
+    lines += [f"  note    {note}" for note in verdict.notes]
+    lines.append(f"  spec    {verdict.id.partition('::')[0]}")
+    if verdict.reference:
+        lines.append(f"  oracle  {verdict.reference}")
+    if verdict.kernel:
+        lines.append(f"  kernel  {verdict.kernel}")
+    lines.append(f"  again   {again(verdict)}")
+    return "\n".join(lines)
+
+
+def result_text(result: Result) -> str:
+    text = f"{result.output}: {result.status}"
+    if result.wrong:
+        text += f", {result.wrong} of {result.total} wrong"
+    if result.first is not None:
+        text += f", first at {result.first}: got {_number(result.got)}, want {_number(result.want)}"
+    if result.bound is not None:
+        text += f", bound {_number(result.bound)}"
+    text += f" ({result.match})"
+    return f"{text}; {result.message}" if result.message else text
+
+
+def again(verdict: Verdict) -> str:
+    if verdict.replaced:
+        return f"kdtr gate --spec {verdict.spec} --kernel {verdict.kernel}"
+    if verdict.stage is None:
+        return f"kdtr gate --spec {verdict.spec}"
+    return f"pytest {verdict.id}"
+
+
+def _number(value: float | int | bool | None) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+# -- for the gate --------------------------------------------------------------------------------
+
+
+def reconcile(
+    specs: Iterable[Spec | SpecError], cases: Iterable[Mapping[str, Any]], *, asked: Any = None
+) -> list[str]:
+    """Ids that the specs on disk call for and the report does not hold: each one is a failure.
+
+    `cases` is the list of that name in report.json. `asked(spec, case) -> bool` narrows what was
+    asked for (a stage, the simulator's cases); a spec that cannot be read is always asked for.
+    """
+    expected: list[str] = []
+    for spec in specs:
+        if isinstance(spec, SpecError):
+            expected.append(broken(spec).id)
+        else:
+            expected += [
+                spec.case_id(c) for c in spec.cases.values() if asked is None or asked(spec, c)
+            ]
+    seen = {case["id"] for case in cases}
+    return [id_ for id_ in expected if id_ not in seen]
+
+
+def totals(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    counts = Counter(v.status.value for v in verdicts)
+    failed = sum(not v.ok for v in verdicts)
+    return {
+        "cases": len(verdicts),
+        "passed": counts[Status.PASSED],
+        "unsupported": counts[Status.UNSUPPORTED],
+        "failed": failed,
+        "by_status": dict(sorted(counts.items())),
+        "ok": bool(counts[Status.PASSED]) and not failed,
+    }
+
+
+def as_report(verdicts: Sequence[Verdict], **context: Any) -> dict[str, Any]:
+    """The content of report.json; `context` (device list, command line) is added to `context`."""
+    return {
+        "version": 1,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "context": {"python": platform.python_version(), **_versions(), **context},
+        "cases": [_case(v) for v in verdicts],
+        "totals": totals(verdicts),
+    }
+
+
+def schema() -> dict[str, Any]:
+    text = importlib.resources.files("harness").joinpath("report.schema.json").read_text("utf-8")
+    return json.loads(text)
+
+
+def write(path: Path | str, verdicts: Sequence[Verdict], **context: Any) -> dict[str, Any]:
+    """Write report.json to `path` and report.html beside it; returns the report.
+
+    Valid against report.schema.json, and atomic: a reader finds the old file or the new one.
+    """
+    import jsonschema
+
+    path = Path(path)
+    report = as_report(verdicts, **context)
+    jsonschema.validate(report, schema())
+    replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    replace_file(path.with_suffix(".html"), page(report).encode())
+    return report
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The report as one HTML page. Headroom bars: near 1 is tight, under 0.01 is slack."""
+    import jinja2
+
+    text = importlib.resources.files("harness").joinpath("report.html.j2").read_text("utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["decades"] = _decades
+    return environment.from_string(text).render(report)
+
+
+def table(verdicts: Sequence[Verdict]) -> Any:
+    """The verdicts as a rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table("spec", "case", "device", "status", box=None, header_style="bold")
+    grid.add_column("headroom", justify="right")
+    grid.add_column("time", justify="right")
+    for v in verdicts:
+        style = "green" if v.status is Status.PASSED else "yellow" if v.ok else "bold red"
+        grid.add_row(
+            v.spec,
+            v.case,
+            v.device,
+            Text(v.status, style=style),
+            "" if v.headroom is None else f"{v.headroom:.3f}",
+            "" if v.time_us is None else _time(v.time_us),
+        )
+    return grid
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _case(verdict: Verdict) -> dict[str, Any]:
+    case = asdict(verdict)
+    case["ok"] = verdict.ok
+    case["headroom"] = _finite(verdict.headroom)
+    for result in case["outputs"]:
+        result |= {k: _finite(result[k]) for k in ("got", "want", "bound", "headroom")}
+        result["first"] = None if result["first"] is None else list(result["first"])
+    case["outputs"] = list(case["outputs"])
+    case["notes"] = list(case["notes"])
+    if not verdict.ok:
+        case["text"] = failure_text(verdict)
+    return case
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("kdtree-engine", "numpy", "ml_dtypes", "numba", "numba-cuda"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _time(time_us: float) -> str:
+    return f"{time_us:.1f} us" if time_us < 1e4 else f"{time_us / 1e3:.0f} ms"
+
+
+def _decades(headroom: Any) -> float:
+    """Length of a headroom bar in percent: a logarithmic scale from 0.001 to 1."""
+    if isinstance(headroom, str):  # inf, nan
+        return 100.0
+    return 100.0 * min(1.0, max(0.0, 1.0 + math.log10(max(headroom, 1e-9)) / 3.0))

@@ -1,0 +1,463 @@
+"""A spec file becomes a `Spec`. Nothing else knows the TOML format (specs/README.md).
+
+Everything here is data and checks: no oracle and no kernel is imported. A file that cannot be
+read, a key that nobody knows, an axis without a value: `SpecError`, which names file and key and
+says what was expected.
+"""
+
+import importlib.util
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+STAGES = ("golden", "kernel", "layer", "model", "decode")
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    **{f"float{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    **{
+        f"{kind}{bits}": np.dtype(f"{kind}{bits}")
+        for bits in (8, 16, 32, 64)
+        for kind in ("int", "uint")
+    },
+    "bool": np.dtype(bool),
+}
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+_TABLES = ("axes", "scalars", "options", "inputs", "outputs", "scratch", "cases", "fuzz", "mutants")
+_TOP = ("stage", "kernel", "reference", "weights", *_TABLES)
+_CASE = {  # keys of a case that are neither axis, scalar nor option: type, what is expected
+    "bench": (bool, "true or false"),
+    "sim": (bool, "true or false"),
+    "exact": (bool, "true or false"),
+    "gpus": (int, "a number of GPUs, 1 or more"),
+    "timeout_s": (float, "seconds, more than 0"),
+    "unsupported": (str, "the reason why the launcher refuses this case"),
+    "constant": (str, "the reason why this golden is empty or constant"),
+    "weights": (str, "the name of a bundle"),
+}
+# Keywords that the harness itself passes to oracles and launchers.
+_TAKEN = {"rng", "exact", "weights", "config", "stream"}
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used: `file`, `key`, and what was `expected` there."""
+
+    def __init__(self, file: Path | str, key: str, expected: str, got: object = None):
+        self.file, self.key, self.expected, self.got = str(file), key, expected, got
+        super().__init__(file, key, expected, got)
+
+    def __str__(self) -> str:
+        got = "" if self.got is None else f", got {self.got!r}"
+        return f"{self.file}: {self.key}: expected {self.expected}{got}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[str | int, ...]  # axis names and literals
+    dtype: str
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How near an output must come to its golden; `kind` says which fields count.
+
+    exact      same bits
+    ulp        within `ulp` units in the last place of the correctly rounded golden
+    dot        |err| <= slack * sqrt(terms) * u(accumulate) * magnitude + u(store) * |golden|
+    companion  |err| <= slack * magnitude + u(store) * |golden|
+    """
+
+    kind: str
+    ulp: int = 0
+    terms: str | int = 0
+    accumulate: str = "float32"
+    store: str = ""
+    slack: float = 0.0
+    nonfinite: bool = False  # the golden may hold NaN or infinity
+
+
+@dataclass(frozen=True)
+class Output(Tensor):
+    match: Match
+    inout: bool = False  # inputs() makes its initial value, the launcher changes it in place
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    axes: Mapping[str, int]  # complete: the spec's defaults and this case's own
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bench: bool = False
+    sim: bool = False
+    exact: bool = False
+    gpus: int = 1
+    timeout_s: float = 300.0
+    unsupported: str | None = None
+    constant: str | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    find: str
+    replace: str
+    equivalent: str | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    path: Path
+    stem: str
+    stage: str
+    kernel: str | None  # "module:function"
+    reference: str  # "module"
+    weights: str | None
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Output]
+    scratch: Mapping[str, Tensor]
+    cases: Mapping[str, Case]
+    fuzz: Mapping[str, list]
+    mutants: tuple[Mutant, ...]
+
+    @property
+    def id(self) -> str:
+        return f"specs/{self.path.name}"
+
+    def case_id(self, case: Case) -> str:
+        """The pytest id, the key of reports, baselines and receipts."""
+        return f"{self.id}::{case.name}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.inputs, **self.outputs, **self.scratch}
+
+    def shape(self, tensor: Tensor, case: Case) -> tuple[int, ...]:
+        return tuple(n if isinstance(n, int) else case.axes[n] for n in tensor.shape)
+
+    def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
+        """Shape of every input, output and scratch tensor in this case."""
+        return {name: self.shape(tensor, case) for name, tensor in self.tensors().items()}
+
+    def terms(self, output: Output, case: Case) -> int:
+        """Number of terms in the sum behind one element of a `dot` output."""
+        terms = output.match.terms
+        return terms if isinstance(terms, int) else case.axes[terms]
+
+
+def discover(root: Path | str = ".") -> list[Path]:
+    """The spec files of the checkout at `root`, sorted."""
+    return sorted(Path(root).joinpath("specs").glob("*.toml"))
+
+
+def load(path: Path | str) -> Spec:
+    """Read one spec. Raises SpecError for whatever is wrong with it."""
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(path, "file", f"a readable UTF-8 file ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(path, "file", f"valid TOML ({error})") from None
+    return _Reader(path, table).spec()
+
+
+class _Reader:
+    """Checks on the way from tables to a Spec; holds the file name for the errors."""
+
+    def __init__(self, path: Path, table: dict[str, Any]):
+        self.path, self.table = path, table
+
+    def spec(self) -> Spec:
+        self.known("", self.table, _TOP)
+        for name in _TABLES:
+            kind = list if name == "mutants" else dict
+            if not isinstance(self.table.get(name, kind()), kind):
+                raise self.error(name, "a table" if kind is dict else "an array of tables")
+        stage = self.table.get("stage")
+        if stage not in STAGES:
+            raise self.error("stage", f"one of {', '.join(STAGES)}", stage)
+
+        self.axes = self.section("axes", lambda v: _is_int(v) and v >= 0, "an integer, 0 or more")
+        self.scalars = self.section(
+            "scalars", lambda v: isinstance(v, int | float), "an integer, a float or a bool"
+        )
+        self.options = self.section(
+            "options", lambda v: isinstance(v, str | int | float), "a string, a number or a bool"
+        )
+        inputs = {n: self.tensor("inputs", n, t) for n, t in self.items("inputs")}
+        outputs = {n: self.output(n, t) for n, t in self.items("outputs")}
+        scratch = {n: self.tensor("scratch", n, t) for n, t in self.items("scratch")}
+        if not outputs:
+            raise self.error("outputs", "at least one output")
+        tensors = [*inputs.values(), *outputs.values(), *scratch.values()]
+        self.used_axes = {a for t in tensors for a in t.shape if isinstance(a, str)}
+        self.used_axes |= {
+            o.match.terms for o in outputs.values() if isinstance(o.match.terms, str)
+        }
+        self.distinct_names()
+
+        weights = self.text("weights", "the name of a bundle")
+        cases = {n: self.case(n, c, weights) for n, c in self.items("cases")}
+        if not cases:
+            raise self.error("cases", "at least one case")
+        return Spec(
+            path=self.path,
+            stem=self.path.stem,
+            stage=stage,
+            kernel=self.kernel(stage),
+            reference=self.reference(),
+            weights=weights,
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            cases=cases,
+            fuzz=self.fuzz(),
+            mutants=self.mutants(),
+        )
+
+    # -- the pieces ---------------------------------------------------------------------------
+
+    def kernel(self, stage: str) -> str | None:
+        name = self.text("kernel", '"module:function"')
+        if stage == "golden":
+            if name is not None:
+                raise self.error("kernel", "no kernel: stage golden checks the oracle alone", name)
+            return None
+        if name is None or not re.fullmatch(r"[\w.]+:\w+", name):
+            raise self.error("kernel", '"module:function"', name)
+        self.module_exists("kernel", name.partition(":")[0])
+        return name
+
+    def reference(self) -> str:
+        name = self.text("reference", 'the dotted name of the oracle, as in "goldens.rms_norm"')
+        if name is None:
+            raise self.error("reference", 'the dotted name of the oracle, as in "goldens.rms_norm"')
+        self.module_exists("reference", name)
+        return name
+
+    def module_exists(self, key: str, name: str) -> None:
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        if found is None:
+            raise self.error(key, "a module that Python can find", name)
+
+    def tensor(self, section: str, name: str, table: object, extra: Iterable[str] = ()) -> Tensor:
+        key = f"{section}.{name}"
+        if not isinstance(table, dict):
+            raise self.error(key, '{ shape = [...], dtype = "..." }', table)
+        self.known(key, table, ("shape", "dtype", *extra))
+        shape, dtype = table.get("shape"), table.get("dtype")
+        if not isinstance(shape, list):
+            raise self.error(f"{key}.shape", "a list of axis names and integers", shape)
+        for entry in shape:
+            if not (_is_int(entry) and entry >= 0) and not _is_name(entry):
+                raise self.error(f"{key}.shape", "axis names and integers, 0 or more", entry)
+        if dtype not in DTYPES:
+            raise self.error(f"{key}.dtype", f"one of {', '.join(DTYPES)}", dtype)
+        return Tensor(name, tuple(shape), dtype)
+
+    def output(self, name: str, table: object) -> Output:
+        tensor = self.tensor("outputs", name, table, ("match", "inout"))
+        assert isinstance(table, dict)
+        inout = table.get("inout", False)
+        if not isinstance(inout, bool):
+            raise self.error(f"outputs.{name}.inout", "true or false", inout)
+        match = self.match(f"outputs.{name}.match", table.get("match"), tensor.dtype)
+        return Output(tensor.name, tensor.shape, tensor.dtype, match, inout)
+
+    def match(self, key: str, table: object, dtype: str) -> Match:
+        expected = '"exact", { ulp = n } or { bound = "dot" | "companion", ... }'
+        if table == "exact":
+            return Match("exact")
+        if not isinstance(table, dict):
+            raise self.error(key, expected, table)
+        if dtype not in FLOATS:
+            raise self.error(key, f'"exact", the only match for {dtype}', table)
+        nonfinite = table.get("nonfinite", False)
+        if not isinstance(nonfinite, bool):
+            raise self.error(f"{key}.nonfinite", "true or false", nonfinite)
+        if "exact" in table:
+            self.known(key, table, ("exact", "nonfinite"))
+            if table["exact"] is not True:
+                raise self.error(f"{key}.exact", "true", table["exact"])
+            return Match("exact", nonfinite=nonfinite)
+        if "ulp" in table:
+            self.known(key, table, ("ulp", "nonfinite"))
+            if not _is_int(table["ulp"]) or table["ulp"] < 1:
+                raise self.error(f"{key}.ulp", 'an integer, 1 or more (0 is "exact")', table["ulp"])
+            return Match("ulp", ulp=table["ulp"], nonfinite=nonfinite)
+        bound = table.get("bound")
+        if bound not in ("dot", "companion"):
+            raise self.error(key, expected, table)
+        keys = ("terms", "accumulate") if bound == "dot" else ()
+        self.known(key, table, ("bound", "store", "slack", "nonfinite", *keys))
+        slack = table.get("slack")
+        if not _is_number(slack) or not 0 < slack < math.inf:
+            raise self.error(f"{key}.slack", "a number, more than 0", slack)
+        terms = table.get("terms", 0)
+        if bound == "dot" and not (_is_int(terms) and terms >= 1) and not _is_name(terms):
+            raise self.error(f"{key}.terms", "an axis name or an integer, 1 or more", terms)
+        for name in ("accumulate", "store"):
+            if table.get(name, "float32") not in FLOATS:
+                raise self.error(f"{key}.{name}", f"one of {', '.join(FLOATS)}", table[name])
+        return Match(
+            bound,
+            terms=terms,
+            accumulate=table.get("accumulate", "float32"),
+            store=table.get("store", dtype),
+            slack=float(slack),
+            nonfinite=nonfinite,
+        )
+
+    def case(self, name: str, table: object, weights: str | None) -> Case:
+        key = f"cases.{name}"
+        if not _is_name(name):
+            raise self.error(key, "a name of letters, digits and _", name)
+        if not isinstance(table, dict):
+            raise self.error(key, "a table", table)
+        axes, scalars, options = dict(self.axes), dict(self.scalars), dict(self.options)
+        reserved: dict[str, Any] = {"weights": weights}
+        for entry, value in table.items():
+            where = f"{key}.{entry}"
+            if entry in _CASE:
+                reserved[entry] = self.reserved(where, entry, value)
+            elif entry in scalars:
+                scalars[entry] = self.like(where, scalars[entry], value)
+            elif entry in options:
+                options[entry] = self.like(where, options[entry], value)
+            elif entry in self.axes or entry in self.used_axes:
+                if not _is_int(value) or value < 0:
+                    raise self.error(where, "an integer, 0 or more", value)
+                axes[entry] = value
+            else:
+                declared = sorted({*self.axes, *self.used_axes, *scalars, *options, *_CASE})
+                raise self.error(where, f"one of {', '.join(declared)}", entry)
+        for axis in sorted(self.used_axes - set(axes)):
+            raise self.error(f"{key}.{axis}", "a value: the axis is used in a shape or a match")
+        return Case(name, axes, scalars, options, **reserved)
+
+    def reserved(self, where: str, entry: str, value: object) -> object:
+        kind, expected = _CASE[entry]
+        if kind is float and _is_int(value):
+            value = float(value)  # type: ignore[arg-type]
+        positive = kind not in (int, float) or (isinstance(value, int | float) and value > 0)
+        if type(value) is not kind or not positive or value == "":
+            raise self.error(where, expected, value)
+        return value
+
+    def fuzz(self) -> dict[str, list]:
+        ranges = dict(self.items("fuzz"))
+        for name, values in ranges.items():
+            key = f"fuzz.{name}"
+            if not isinstance(values, list) or not values:
+                raise self.error(key, "[lo, hi] for an axis, a list of values otherwise", values)
+            if name in self.options or name in self.scalars:
+                default = {**self.scalars, **self.options}[name]
+                ranges[name] = [self.like(key, default, v) for v in values]
+            elif name in self.axes or name in self.used_axes:
+                if not all(_is_int(v) and v >= 0 for v in values):
+                    raise self.error(key, "integers, 0 or more", values)
+            else:
+                raise self.error(key, "the name of an axis, scalar or option", name)
+        return ranges
+
+    def mutants(self) -> tuple[Mutant, ...]:
+        mutants = []
+        for i, table in enumerate(self.table.get("mutants", [])):
+            key = f"mutants[{i}]"
+            if not isinstance(table, dict):
+                raise self.error(key, "a table", table)
+            self.known(key, table, ("name", "find", "replace", "equivalent"))
+            for entry in ("name", "find", "replace"):
+                if not isinstance(table.get(entry), str) or (
+                    entry != "replace" and not table[entry]
+                ):
+                    raise self.error(f"{key}.{entry}", "a string", table.get(entry))
+            reason = table.get("equivalent")
+            if reason is not None and (not isinstance(reason, str) or not reason):
+                raise self.error(f"{key}.equivalent", "the reason why it changes nothing", reason)
+            mutants.append(Mutant(**table))
+        names = [m.name for m in mutants]
+        for name in names:
+            if names.count(name) > 1:
+                raise self.error("mutants", "names that differ", name)
+        return tuple(mutants)
+
+    # -- small checks -------------------------------------------------------------------------
+
+    def error(self, key: str, expected: str, got: object = None) -> SpecError:
+        return SpecError(self.path, key, expected, got)
+
+    def known(self, key: str, table: Mapping[str, object], keys: Iterable[str]) -> None:
+        for name in table:
+            if name not in keys:
+                raise self.error(f"{key}.{name}".lstrip("."), f"one of {', '.join(keys)}", name)
+
+    def items(self, section: str) -> Iterable[tuple[str, Any]]:
+        return self.table.get(section, {}).items()
+
+    def section(self, name: str, ok: Any, expected: str) -> dict[str, Any]:
+        for key, value in self.items(name):
+            if not ok(value):
+                raise self.error(f"{name}.{key}", expected, value)
+        return dict(self.items(name))
+
+    def text(self, key: str, expected: str) -> str | None:
+        value = self.table.get(key)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise self.error(key, expected, value)
+        return value
+
+    def like(self, where: str, default: object, value: object) -> object:
+        """A value of the default's type; an integer may stand where a float is declared."""
+        if type(default) is float and _is_int(value):
+            return float(value)  # type: ignore[arg-type]
+        if type(value) is not type(default):
+            raise self.error(
+                where, f"a {type(default).__name__}, as its default {default!r}", value
+            )
+        return value
+
+    def distinct_names(self) -> None:
+        """Axes, scalars, options and tensors are passed by keyword: a name may be used once."""
+        seen: dict[str, str] = {}
+        for section in ("axes", "scalars", "options", "inputs", "outputs", "scratch"):
+            for name, _ in self.items(section):
+                key = f"{section}.{name}"
+                if not _is_name(name) or name in _TAKEN or name in _CASE:
+                    raise self.error(key, "a name that the harness does not use itself", name)
+                if name in seen:
+                    raise self.error(key, f"a name of its own ({seen[name]} has it)", name)
+                seen[name] = key
+        for name in sorted(self.used_axes):
+            if seen.get(name, "axes").partition(".")[0] != "axes":
+                raise self.error(seen[name], "a name that is not also an axis", name)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
