@@ -1,10 +1,274 @@
-"""Is what came out what had to come out? One Result an output."""
+"""Is what came out what had to come out? One Result an output.
 
-from harness.golden import Golden
-from harness.report import Result
-from harness.run import Actual
-from harness.spec import Case, Spec
+Shape, dtype and layout come first, then elements that were never written, then NaN and infinity,
+then the values, by the output's `match`:
+
+exact      The bits of the golden, rounded once. Also the sign of a zero; any NaN equals any NaN.
+ulp        At most n representable values away from the golden, rounded once. -0 and 0 are one.
+dot        |err| <= slack * sqrt(terms) * u(accumulate) * magnitude + u(store) * |golden|
+companion  |err| <= slack * magnitude + u(store) * |golden|
+           Both against the golden as it is, in float64. Half a smallest subnormal of the store
+           format is added, because that is what rounding may lose there.
+
+In an exact-regime case every sum is representable, so dot, companion and ulp allow no error at all
+there; a zero may have either sign, because that depends on how an empty sum started.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+from harness.golden import CHUNK, Golden, rounded
+from harness.report import Result, Status
+from harness.spec import FLOATS, Case, Output, Spec
+
+
+@dataclass(frozen=True)
+class Actual:
+    """What a launcher left in its outputs. Flat masks mark what only two runs can show."""
+
+    outputs: Mapping[str, np.ndarray]
+    device: str
+    time_us: float | None = None
+    unwritten: Mapping[str, np.ndarray] = field(default_factory=dict)
+    unstable: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def compare(spec: Spec, case: Case, golden: Golden, actual: Actual) -> list[Result]:
-    raise NotImplementedError
+    """One Result for every output of the spec, in its order."""
+    return [_compare(spec, case, golden, actual, output) for output in spec.outputs.values()]
+
+
+def rule(spec: Spec, case: Case, output: Output) -> str:
+    """An output's match in words, as failures and reports print it."""
+    match = output.match
+    if match.kind == "exact":
+        return "exact"
+    if case.exact:
+        return "exact-regime inputs: no error allowed"
+    if match.kind == "ulp":
+        return f"within {match.ulp} ulp of {output.dtype}"
+    if match.kind == "dot":
+        terms = spec.terms(output, case)
+        return (
+            f"dot: {match.slack:g} * sqrt({terms}) * u({match.accumulate}) * magnitude"
+            f" + u({match.store}) * |want|"
+        )
+    return f"companion: {match.slack:g} * magnitude + u({match.store}) * |want|"
+
+
+def _compare(spec: Spec, case: Case, golden: Golden, actual: Actual, output: Output) -> Result:
+    name, shape = output.name, spec.shape(output, case)
+    base = Result(name, Status.PASSED, 0, math.prod(shape), rule(spec, case, output))
+    got, want = actual.outputs.get(name), golden.expected[name]
+    if got is None:
+        return replace(base, status=Status.UNWRITTEN, message="it is missing")
+    if got.shape != shape:
+        return replace(
+            base, status=Status.WRONG_SHAPE, message=f"got shape {got.shape}, want {shape}"
+        )
+    if got.dtype != output.numpy_dtype:
+        return replace(
+            base, status=Status.WRONG_DTYPE, message=f"got {got.dtype}, want {output.dtype}"
+        )
+    if not got.flags.c_contiguous:
+        message = f"got strides {got.strides}, want C-contiguous"
+        return replace(base, status=Status.WRONG_SHAPE, message=message)
+
+    unwritten, nonfinite, wrong = _Tally(shape), _Tally(shape), _Tally(shape)
+    judge = _Judge(spec, case, output)
+    never = actual.unwritten.get(name)
+    flat_got, flat_want = got.reshape(-1), want.reshape(-1)
+    magnitude = golden.magnitudes.get(name)
+    flat_magnitude = None if magnitude is None else magnitude.reshape(-1)
+    for start in range(0, flat_got.size, CHUNK):
+        part = slice(start, start + CHUNK)
+        w, g = flat_want[part], flat_got[part]
+        m = None if flat_magnitude is None else flat_magnitude[part]
+        skip = np.zeros(g.size, bool) if never is None else never[part]
+        unwritten.add(start, skip)
+        with np.errstate(all="ignore"):
+            odd, ratio = judge(g, w, m)
+        nonfinite.add(start, odd & ~skip)
+        ratio[odd | skip] = 0.0
+        wrong.add(start, ratio > 1.0, ratio)
+
+    headroom = None if judge.exact else wrong.worst
+    base = replace(base, headroom=headroom)
+    for status, tally in (
+        (Status.UNWRITTEN, unwritten),
+        (Status.NONFINITE, nonfinite),
+        (Status.WRONG, wrong),
+    ):
+        if tally.count:
+            also = "" if status is Status.WRONG or not wrong.count else f"{wrong.count} more wrong"
+            return _failed(base, status, tally, judge, got, want, magnitude, also)
+    unstable = actual.unstable.get(name)
+    if unstable is not None and unstable.any():
+        tally = _Tally(shape)
+        tally.add(0, unstable)
+        return replace(
+            _failed(base, Status.NONDETERMINISTIC, tally, judge, got, want, magnitude, ""),
+            want=None,
+            bound=None,
+        )
+    return base
+
+
+def _failed(
+    base: Result,
+    status: Status,
+    tally: "_Tally",
+    judge: "_Judge",
+    got: np.ndarray,
+    want: np.ndarray,
+    magnitude: np.ndarray | None,
+    also: str,
+) -> Result:
+    """The Result that says where, how far, and what the wrong elements have in common."""
+    at = tally.first
+    assert at is not None
+    g, w = got[at].reshape(1), want[at].reshape(1)
+    m = None if magnitude is None else magnitude[at].reshape(1)
+    said = [also] if also else []
+    if status is Status.UNWRITTEN:
+        said.append("the poison survived")
+    elif status is Status.NONDETERMINISTIC:
+        said.append("a second run gave other bits")
+    elif status is Status.WRONG:
+        with np.errstate(all="ignore"):
+            said += judge.how_far(g, w, m, tally.worst)
+    if tally.count > 1:
+        said.append(f"all of them within {tally.box()}")
+    if status is Status.WRONG and got.size > 1 and (got == got.flat[0]).all():
+        said.append(f"got {_value(got.flat[0])} everywhere")
+    return replace(
+        base,
+        status=status,
+        wrong=tally.count,
+        first=at,
+        got=_value(g[0]),
+        want=_value(rounded(w, judge.output)[0] if judge.exact else w[0]),
+        bound=None if judge.bound is None or m is None else float(judge.bound(w, m)[0]),
+        message="; ".join(said),
+    )
+
+
+class _Judge:
+    """Error over bound, element by element, for one output in one case."""
+
+    def __init__(self, spec: Spec, case: Case, output: Output):
+        match = output.match
+        self.output = output
+        self.bits = match.kind == "exact"  # otherwise +0 and -0 are one
+        self.exact = self.bits or case.exact or output.dtype not in FLOATS
+        self.ulp = match.ulp if match.kind == "ulp" else 0
+        self.factor = 0.0
+        if match.kind == "dot" and not case.exact:
+            u = _unit_roundoff(match.accumulate)
+            self.factor = match.slack * math.sqrt(spec.terms(output, case)) * u
+        elif match.kind == "companion" and not case.exact:
+            self.factor = match.slack
+
+    def __call__(
+        self, got: np.ndarray, want: np.ndarray, magnitude: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(NaN or infinity out of place, error over bound); 1-D arrays in, 1-D arrays out."""
+        if self.output.dtype not in FLOATS:
+            same = _bits(got) == _bits(rounded(want, self.output))
+            return np.zeros(got.size, bool), np.where(same, 0.0, math.inf)
+        near = rounded(want, self.output)
+        if self.output.match.nonfinite:
+            odd = np.isnan(got) != np.isnan(near)
+            odd |= (np.isinf(got) | np.isinf(near)) & (got != near)
+            finite = np.isfinite(near)
+        else:
+            odd = ~np.isfinite(got)
+            finite = np.ones(got.size, bool)
+        if self.bits:
+            ratio = np.where(_bits(got) == _bits(near), 0.0, math.inf)
+        elif self.exact:
+            ratio = np.where(ulp_distance(got, near) == 0, 0.0, math.inf)
+        elif self.ulp:
+            ratio = ulp_distance(got, near).astype(np.float64) / self.ulp
+        else:
+            error = np.abs(got.astype(np.float64) - want)
+            bound = self.bound(want, magnitude)
+            ratio = np.where(error == 0, 0.0, error / bound)  # 0 / 0 is no error
+        return odd, np.where(finite, ratio, 0.0)
+
+    def bound(self, want: np.ndarray, magnitude: np.ndarray | None) -> np.ndarray | None:
+        """Largest error allowed, in float64; None where the match is not a bound."""
+        if not self.factor or magnitude is None:
+            return None
+        store = self.output.match.store
+        floor = float(ml_dtypes.finfo(store).smallest_subnormal) / 2
+        return self.factor * magnitude + _unit_roundoff(store) * np.abs(want) + floor
+
+    def how_far(
+        self, got: np.ndarray, want: np.ndarray, magnitude: np.ndarray | None, worst: float
+    ) -> list[str]:
+        if self.output.dtype not in FLOATS:
+            return []
+        if self.exact or self.ulp:
+            said = f"off by {int(ulp_distance(got, rounded(want, self.output))[0])} ulp"
+            return [said if self.exact else f"{said}, worst {worst * self.ulp:.0f} ulp"]
+        _, ratio = self(got, want, magnitude)
+        error = abs(float(got[0]) - float(want[0]))
+        return [f"off by {error:.3g}, {ratio[0]:.3g} times the bound, worst {worst:.3g} times"]
+
+
+class _Tally:
+    """Counts wrong elements, keeps the first one, the worst ratio, and the box that holds them."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+        self.count, self.worst = 0, 0.0
+        self.first: tuple[int, ...] | None = None
+        self.low = self.high = np.zeros(len(shape), int)
+
+    def add(self, start: int, wrong: np.ndarray, ratio: np.ndarray | None = None) -> None:
+        if ratio is not None and ratio.size:
+            self.worst = max(self.worst, float(ratio.max()))
+        at = np.flatnonzero(wrong)
+        if not at.size:
+            return
+        where = np.stack(np.unravel_index(at + start, self.shape), axis=-1)
+        low, high = where.min(axis=0), where.max(axis=0)
+        if self.first is None:
+            self.first, self.low, self.high = tuple(where[0].tolist()), low, high
+        self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
+        self.count += at.size
+
+    def box(self) -> str:
+        sides = (
+            str(a) if a == b else f"{a}:{b + 1}" for a, b in zip(self.low, self.high, strict=True)
+        )
+        return f"[{', '.join(sides)}]"
+
+
+def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How many representable values lie between two float arrays of one dtype, as uint64."""
+    sign = np.uint64(1 << (8 * a.dtype.itemsize - 1))
+    a, b = _bits(a).astype(np.uint64), _bits(b).astype(np.uint64)
+    far_a, far_b = a & ~sign, b & ~sign  # distances from zero
+    apart = np.where(far_a > far_b, far_a - far_b, far_b - far_a)
+    return np.where((a & sign) == (b & sign), apart, far_a + far_b)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def _unit_roundoff(dtype: str) -> float:
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def _value(number: np.generic) -> float | int | bool:
+    """A numpy scalar as the Python number that JSON and people can read."""
+    if number.dtype.kind in "iu":
+        return int(number)
+    return bool(number) if number.dtype == bool else float(number)

@@ -1,13 +1,37 @@
-"""A case becomes its golden: the oracle's inputs and the values that must come out."""
+"""A case becomes its golden: the oracle's inputs and the values that must come out.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+An oracle is a module with `inputs(rng, ...)` and `reference(...)` (specs/README.md). What it
+returns is checked against the spec's shapes and dtypes, so that both say the same thing twice.
+Goldens are kept in a cache by the digest of everything that they depend on. What is committed is
+goldens/manifest.toml: digests of inputs and integer outputs, fingerprints of float outputs.
+"""
+
+import datetime
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import os
+import tomllib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from filelock import FileLock
 
-from harness.spec import Case, Spec
+from harness import sources
+from harness.report import Fault, Status, replace_file
+from harness.spec import FLOATS, Case, Output, Spec, SpecError
+
+CHUNK = 1 << 22  # elements handled at once, so that temporaries stay near 100 MB
+CACHE_LIMIT = 1 << 29  # bytes: a larger golden is cheaper to make again than to keep
+DRIFT = 1e-9  # of an output's RMS: how far float64 sums in another order may move a fingerprint
 
 
 @dataclass(frozen=True)
@@ -20,26 +44,535 @@ class Golden:
     notes: tuple[str, ...] = ()
 
 
+# -- making one ----------------------------------------------------------------------------------
+
+
 def make(spec: Spec, case: Case, *, cache_dir: Path | None = None) -> Golden:
-    """The golden of a case. Raises Fault with GOLDEN_ERROR, VACUOUS or SPEC_ERROR."""
-    raise NotImplementedError
+    """The golden of a case, from the cache where it is there and intact.
+
+    Raises Fault: GOLDEN_ERROR for what the oracle does wrong, SPEC_ERROR where it asks for
+    something that the spec does not give, VACUOUS where any kernel, or none, would pass.
+    """
+    weights, config = bundle(case)
+    path = _cache_path(spec, case, cache_dir)
+    golden, note = _read_cache(path)
+    if golden is None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):
+                golden, note = _read_cache(path, note)  # another process may have been faster
+                if golden is None:
+                    golden = _build(spec, case, weights, config)
+                    note = _write_cache(path, golden, note)
+        except OSError as error:  # a read-only or full disk costs time, not the verdict
+            if golden is None:
+                golden = _build(spec, case, weights, config)
+            note = f"golden not cached: {error}"
+    return replace(golden, weights=weights, config=config, notes=(note,) if note else ())
+
+
+def bundle(case: Case) -> tuple[Mapping[str, np.ndarray] | None, Mapping[str, Any] | None]:
+    """Weights and config of the bundle that a case names, or (None, None)."""
+    if case.weights is None:
+        return None, None
+    try:
+        bundles = importlib.import_module("goldens.bundles")
+        return bundles.tensors(case.weights), bundles.config(case.weights)
+    except Exception as error:
+        raise Fault(
+            Status.GOLDEN_ERROR, f"weights {case.weights!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def oracle(spec: Spec) -> ModuleType:
+    """The oracle's module, with the functions that it must have."""
+    try:
+        module = importlib.import_module(spec.reference)
+    except Exception as error:
+        raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}: {_told(error)}") from error
+    for name in ("inputs", "reference", *(["witness"] if spec.stage == "golden" else [])):
+        if not callable(getattr(module, name, None)):
+            raise Fault(Status.SPEC_ERROR, f"{spec.reference} has no function {name}(...)")
+    return module
+
+
+def reference(spec: Spec, case: Case, golden: Golden, function: str = "reference") -> dict:
+    """What the oracle's `reference` (or `witness`) returns for these inputs, unchecked."""
+    return _call(
+        getattr(oracle(spec), function),
+        spec.reference,
+        {**golden.inputs, **case.scalars, "weights": golden.weights, "config": golden.config},
+    )
+
+
+def stream(spec: Spec, case: Case) -> Any:
+    """The case's random stream: the same numbers on every machine, others for every other case."""
+    return importlib.import_module("goldens.numerics").Stream(spec.stem, case.name)
+
+
+def rounded(values: np.ndarray, output: Output) -> np.ndarray:
+    """Golden values in the output's dtype: rounded once, to nearest, ties to even."""
+    if values.dtype == output.numpy_dtype or output.dtype not in FLOATS:
+        return values.astype(output.numpy_dtype, copy=False)
+    return importlib.import_module("goldens.numerics").round_to(values, output.dtype)
+
+
+def _build(spec: Spec, case: Case, weights: Any, config: Any) -> Golden:
+    offered = {
+        **case.axes, **case.scalars, **case.options,
+        "exact": case.exact, "weights": weights, "config": config,
+    }  # fmt: skip
+    inputs = _call(oracle(spec).inputs, spec.reference, offered, stream(spec, case))
+    shapes = spec.shapes(case)
+    inout = {n: t for n, t in spec.outputs.items() if t.inout}
+    tensors = {**spec.inputs, **inout}
+    _same_names(f"{spec.reference}.inputs", inputs, tensors)
+    for name, tensor in tensors.items():
+        _check(f"{spec.reference}.inputs: {name}", inputs[name], shapes[name], tensor.numpy_dtype)
+    inputs = {n: np.ascontiguousarray(inputs[n]).reshape(shapes[n]) for n in tensors}
+
+    golden = Golden(inputs, {}, {}, weights, config)
+    before = {name: digest(array) for name, array in inputs.items()}
+    returned = reference(spec, case, golden)
+    for name, array in inputs.items():
+        if digest(array) != before[name]:
+            raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}.reference changes its input {name}")
+    wanted = {f"{n}.magnitude" for n, o in spec.outputs.items() if needs_magnitude(o, case)}
+    _same_names(
+        f"{spec.reference}.reference",
+        returned,
+        {*spec.outputs, *wanted},
+        optional={f"{n}.magnitude" for n in spec.outputs},
+    )
+    expected = {n: np.asarray(returned[n]) for n in spec.outputs}
+    magnitudes = {
+        n: np.asarray(returned[m]) for n in spec.outputs if (m := f"{n}.magnitude") in wanted
+    }
+    golden = replace(golden, expected=expected, magnitudes=magnitudes)
+    for output in spec.outputs.values():
+        _check_expected(spec, case, golden, output)
+    _check_says_something(spec, case, golden)
+    return golden
+
+
+def needs_magnitude(output: Output, case: Case) -> bool:
+    """An exact case compares bits: it needs no bound."""
+    return output.match.kind in ("dot", "companion") and not case.exact
+
+
+def _check_expected(spec: Spec, case: Case, golden: Golden, output: Output) -> None:
+    where = f"{spec.reference}.reference: {output.name}"
+    shape, values = spec.shape(output, case), golden.expected[output.name]
+    if output.dtype in FLOATS:
+        own = output.match.kind == "exact" and values.dtype == output.numpy_dtype
+        _check(where, values, shape, values.dtype if own else np.dtype(np.float64))
+        nonfinite = sum(
+            int(np.count_nonzero(~np.isfinite(rounded(part, output)))) for part in chunks(values)
+        )
+        if nonfinite and not output.match.nonfinite:
+            raise Fault(
+                Status.GOLDEN_ERROR,
+                f"{where} has {nonfinite} elements that are NaN or infinite in {output.dtype}; "
+                "if they belong there, the spec says so with nonfinite = true in its match",
+            )
+    else:
+        integers = values.dtype.kind in "iu" or values.dtype == bool
+        _check(where, values, shape, values.dtype if integers else output.numpy_dtype)
+        if (values.dtype == bool) != (output.dtype == "bool"):
+            raise Fault(Status.GOLDEN_ERROR, f"{where} is {values.dtype}, expected {output.dtype}")
+        if output.dtype != "bool" and values.size:
+            limits = np.iinfo(output.numpy_dtype)
+            if int(values.min()) < limits.min or int(values.max()) > limits.max:
+                raise Fault(Status.GOLDEN_ERROR, f"{where} does not fit into {output.dtype}")
+    if output.name in golden.magnitudes:
+        magnitude = golden.magnitudes[output.name]
+        _check(f"{where}.magnitude", magnitude, shape, np.dtype(np.float64))
+        for want, size in zip(chunks(values), chunks(magnitude), strict=True):
+            finite = np.isfinite(want)
+            if not np.all(size[finite] >= 0):
+                raise Fault(Status.GOLDEN_ERROR, f"{where}.magnitude is negative or NaN")
+            if output.match.kind == "dot" and np.any(
+                np.abs(want[finite]) > size[finite] * (1 + 1e-9)
+            ):
+                raise Fault(
+                    Status.GOLDEN_ERROR,
+                    f"{where}.magnitude is smaller than |{output.name}| somewhere; for a sum of "
+                    "terms it is the sum of their absolute values",
+                )
+
+
+def _check_says_something(spec: Spec, case: Case, golden: Golden) -> None:
+    """A golden that is empty, constant or what was there before passes kernels that do nothing."""
+    if case.constant:
+        return
+    told = {}
+    for output in spec.outputs.values():
+        values = golden.expected[output.name]
+        if values.size == 0:
+            told[output.name] = "is empty"
+        elif output.inout:
+            start = golden.inputs[output.name]
+            if digest(rounded(values, output)) == digest(start):
+                told[output.name] = "is equal to its initial value"
+        elif values.size == 1:
+            if not values.any():
+                told[output.name] = "is zero"
+        elif _constant(values):
+            told[output.name] = f"is {values.flat[0]} everywhere"
+    flat = [n for n in told if spec.outputs[n].dtype in FLOATS and not spec.outputs[n].inout]
+    if flat or len(told) == len(spec.outputs):
+        raise Fault(
+            Status.VACUOUS,
+            "; ".join(f"the golden of {n} {told[n]}" for n in (flat or told))
+            + "; a kernel that does nothing might pass. "
+            'If this is wanted, the case says constant = "why"',
+        )
+
+
+def _constant(values: np.ndarray) -> bool:
+    bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").reshape(-1)
+    return bool((bits == bits[0]).all())
+
+
+def _call(function: Callable, module: str, offered: Mapping[str, Any], *args: Any) -> dict:
+    """Call an oracle with the keywords that its signature names."""
+    name = f"{module}.{function.__name__}"
+    parameters = list(inspect.signature(function).parameters.values())[len(args) :]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        keywords = dict(offered)
+    else:
+        missing = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+        if missing:
+            raise Fault(
+                Status.SPEC_ERROR,
+                f"{name} asks for {', '.join(missing)}; the spec gives {', '.join(offered)}",
+            )
+        keywords = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    try:
+        returned = function(*args, **keywords)
+    except Exception as error:
+        raise Fault(Status.GOLDEN_ERROR, f"{name}: {_told(error)}") from error
+    if not isinstance(returned, dict):
+        raise Fault(Status.GOLDEN_ERROR, f"{name} returned {type(returned).__name__}, not a dict")
+    return returned
+
+
+def _told(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _same_names(where: str, got: Iterable, want: Iterable, optional: Iterable = ()) -> None:
+    missing, unknown = set(want) - set(got), set(got) - set(want) - set(optional)
+    if missing or unknown:
+        parts = [f"lacks {', '.join(sorted(missing))}"] if missing else []
+        parts += [f"returns {', '.join(sorted(unknown))}, not in the spec"] if unknown else []
+        raise Fault(Status.GOLDEN_ERROR, f"{where} {' and '.join(parts)}")
+
+
+def _check(where: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if not isinstance(array, np.ndarray | np.generic):
+        raise Fault(Status.GOLDEN_ERROR, f"{where} is a {type(array).__name__}, not an array")
+    if array.shape != shape:
+        raise Fault(Status.GOLDEN_ERROR, f"{where} has shape {array.shape}, the spec says {shape}")
+    if array.dtype != dtype:
+        raise Fault(Status.GOLDEN_ERROR, f"{where} is {array.dtype}, expected {dtype}")
+
+
+def chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The array's elements in order, in flat pieces of at most CHUNK."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        yield flat[start : start + CHUNK]
+
+
+def digest(array: np.ndarray) -> str:
+    """sha256 of an array's bytes in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+
+def _cache_path(spec: Spec, case: Case, cache_dir: Path | None) -> Path:
+    if cache_dir is None:
+        home = os.environ.get("KDTR_CACHE")
+        cache_dir = (Path(home) if home else spec.path.resolve().parents[1] / ".cache") / "goldens"
+    parts = (sources.oracle_digest(spec), case.name, np.__version__, ml_dtypes.__version__, "1")
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return Path(cache_dir) / f"{spec.stem}.{case.name}.{key[:24]}.safetensors"
+
+
+def _write_cache(path: Path, golden: Golden, note: str) -> str:
+    from safetensors.numpy import save
+
+    groups = {
+        "inputs": golden.inputs, "expected": golden.expected, "magnitudes": golden.magnitudes,
+    }  # fmt: skip
+    tensors = {
+        f"{g}.{n}": np.ascontiguousarray(a) for g, table in groups.items() for n, a in table.items()
+    }
+    if sum(a.nbytes for a in tensors.values()) <= CACHE_LIMIT:
+        hashes = json.dumps({name: digest(array) for name, array in tensors.items()})
+        replace_file(path, save(tensors, {"sha256": hashes}))
+    return note
+
+
+def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
+    """The golden at `path`; None and a note if it is damaged, None if it is not there."""
+    from safetensors import SafetensorError, safe_open
+
+    groups: dict[str, dict[str, np.ndarray]] = {"inputs": {}, "expected": {}, "magnitudes": {}}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            hashes = json.loads((file.metadata() or {})["sha256"])
+            if set(hashes) != set(file.keys()):
+                raise ValueError("the list of tensors does not fit")
+            for key in hashes:
+                array = file.get_tensor(key)
+                if digest(array) != hashes[key]:
+                    raise ValueError(f"{key} has another sha256")
+                group, _, name = key.partition(".")
+                groups[group][name] = array
+    except FileNotFoundError:
+        return None, note
+    except (SafetensorError, ValueError, KeyError) as error:
+        return None, f"golden cache entry {path.name} was damaged ({error}) and made again"
+    return Golden(**groups), note
+
+
+# -- does the golden depend on its inputs? -------------------------------------------------------
 
 
 def sensitivity(spec: Spec, case: Case) -> dict[str, bool]:
-    """For each input: does the golden change when that input is perturbed?"""
-    raise NotImplementedError
+    """For each input: does the golden change, or the oracle object, when that input is perturbed?
+
+    Tried are, until one works: every element changed, the order of elements reversed, one element
+    in the middle changed.
+    """
+    golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
+    found = {}
+    for name in golden.inputs:
+        found[name] = False
+        for changed in _perturbed(golden.inputs[name]):
+            trial = replace(golden, inputs={**golden.inputs, name: changed})
+            try:
+                returned = reference(spec, case, trial)
+            except Fault:  # the oracle looks at this input: a senseless value is refused
+                found[name] = True
+                break
+            if any(
+                digest(np.asarray(returned[n])) != digest(golden.expected[n]) for n in spec.outputs
+            ):
+                found[name] = True
+                break
+    return found
+
+
+def insensitive(spec: Spec) -> list[str]:
+    """Inputs that change the golden of no case: the spec is VACUOUS in them."""
+    left = {*spec.inputs, *(n for n, o in spec.outputs.items() if o.inout)}
+    small_first = sorted(spec.cases.values(), key=lambda c: (not c.sim, c.name))
+    for case in small_first:
+        if left:
+            left -= {name for name, found in sensitivity(spec, case).items() if found}
+    return sorted(left)
+
+
+def _perturbed(array: np.ndarray) -> Iterator[np.ndarray]:
+    if array.size == 0:
+        return
+    if array.dtype == bool:
+        other = ~array
+    elif array.dtype.kind in "iu":
+        other = array ^ array.dtype.type(1)
+    else:
+        with np.errstate(all="ignore"):
+            other = np.where(np.isfinite(array), array * array.dtype.type(-0.5) + 1, 1)
+        other = other.astype(array.dtype)
+    yield other
+    yield np.ascontiguousarray(array.reshape(-1)[::-1]).reshape(array.shape)
+    one = array.copy()
+    one.reshape(-1)[array.size // 2] = other.reshape(-1)[array.size // 2]
+    yield one
+
+
+# -- the manifest --------------------------------------------------------------------------------
+
+_HEADER = """\
+# Digests of what the oracles make. Written by `kdtr golden generate --reason "..."`.
+# Inputs and integer outputs are exact: sha256 of the bytes. A float output has a fingerprint:
+# [rms, mean, projection], where differences up to drift * rms are rounding in another order.
+"""
+
+Select = Callable[[Spec, Case], bool]
+
+
+def manifest_path(spec: Spec) -> Path:
+    return spec.path.resolve().parents[1] / "goldens" / "manifest.toml"
 
 
 def manifest_entry(spec: Spec, case: Case) -> dict[str, Any]:
-    """What goldens/manifest.toml keeps of a case."""
-    raise NotImplementedError
+    """What the manifest keeps of a case, made by the oracle here and now (never from the cache)."""
+    golden = _build(spec, case, *bundle(case))
+    entry: dict[str, Any] = {"inputs": {n: digest(a) for n, a in golden.inputs.items()}}
+    drift = float(getattr(oracle(spec), "DRIFT", DRIFT))
+    outputs: dict[str, Any] = {}
+    for name, output in spec.outputs.items():
+        values = golden.expected[name]
+        if output.dtype in FLOATS:
+            outputs[name] = {"fingerprint": fingerprint(values), "drift": drift}
+        else:
+            outputs[name] = digest(rounded(values, output))
+    return {**entry, "outputs": outputs}
 
 
-def verify(specs: Iterable[Spec]) -> list[str]:
-    """Differences between goldens/manifest.toml and what the oracles give here."""
-    raise NotImplementedError
+def fingerprint(values: np.ndarray) -> list[float]:
+    """[rms, mean, projection] of the finite elements; the last two are those of a permuted or
+    partly changed array with probability zero. Elements that are not finite count as their kind.
+    """
+    n = max(values.size, 1)
+    squares = total = projection = 0.0
+    start = 0
+    for part in chunks(values):
+        part = np.nan_to_num(part.astype(np.float64), nan=3.0, posinf=5.0, neginf=7.0)
+        weights = _weights(start, part.size)
+        squares += float(np.dot(part, part))
+        total += float(part.sum())
+        projection += float(np.dot(part, weights))
+        start += part.size
+    return [math.sqrt(squares / n), total / n, projection / math.sqrt(n)]
 
 
-def generate(specs: Iterable[Spec], reason: str) -> list[str]:
-    """Rewrite the manifest entries of `specs`; returns what changed."""
-    raise NotImplementedError
+def _weights(start: int, count: int) -> np.ndarray:
+    """Fixed weights in [-1, 1) for elements start .. start+count: splitmix64 of the index."""
+    z = (np.arange(start + 1, start + count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+
+
+def verify(specs: Iterable[Spec], *, select: Select | None = None) -> list[str]:
+    """Differences between the manifest and what the oracles make here; empty is good.
+
+    `select(spec, case)` narrows the cases. Entries without a spec or a case are differences.
+    """
+    differences = []
+    for path, group in _by_manifest(specs).items():
+        known = _read_manifest(path)
+        differences += _orphans(path, known, group)
+        for spec in group:
+            for case in spec.cases.values():
+                if select is not None and not select(spec, case):
+                    continue
+                where = spec.case_id(case)
+                entry = known.get(spec.stem, {}).get(case.name)
+                if entry is None:
+                    differences.append(f"{where}: not in {path.name}")
+                    continue
+                try:
+                    differences += [
+                        f"{where}: {d}" for d in _differ(entry, manifest_entry(spec, case))
+                    ]
+                except Fault as fault:
+                    differences.append(f"{where}: {fault.status}: {fault.message}")
+    return differences
+
+
+def generate(specs: Iterable[Spec], reason: str, *, select: Select | None = None) -> list[str]:
+    """Rewrite the manifest entries of `specs`; returns what changed, a line each.
+
+    Raises PermissionError under pytest-xdist, where parallel workers would bless whatever they
+    saw, ValueError without a reason, and Fault if an oracle fails: then nothing is written.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        raise PermissionError("goldens are not generated by parallel test workers; run it alone")
+    if not reason.strip():
+        raise ValueError("a golden changes only for a reason: say it")
+    import tomli_w
+
+    changes = []
+    for path, group in _by_manifest(specs).items():
+        with FileLock(path.with_suffix(".lock")):
+            known = _read_manifest(path)
+            changes += [f"removed {orphan}" for orphan in _orphans(path, known, group)]
+            _drop_orphans(path, known, group)
+            for spec in group:
+                table = known.setdefault(spec.stem, {})
+                for case in spec.cases.values():
+                    if select is not None and not select(spec, case):
+                        continue
+                    new, old = manifest_entry(spec, case), table.get(case.name)
+                    different = ["new"] if old is None else _differ(old, new)
+                    if different:
+                        changes += [f"{spec.case_id(case)}: {d}" for d in different]
+                        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+                        table[case.name] = {"reason": reason, "date": today, **new}
+            ordered = {stem: dict(sorted(known[stem].items())) for stem in sorted(known)}
+            replace_file(path, (_HEADER + "\n" + tomli_w.dumps(ordered)).encode())
+        path.with_suffix(".lock").unlink(missing_ok=True)
+    return changes
+
+
+def _by_manifest(specs: Iterable[Spec]) -> dict[Path, list[Spec]]:
+    groups: dict[Path, list[Spec]] = {}
+    for spec in specs:
+        groups.setdefault(manifest_path(spec), []).append(spec)
+    return groups
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(path, "file", f"valid TOML ({error})") from None
+
+
+def _orphans(path: Path, known: Mapping[str, Any], specs: Iterable[Spec]) -> list[str]:
+    """Entries of which the spec, or in the given specs the case, is gone."""
+    stems = {p.stem for p in (path.parents[1] / "specs").glob("*.toml")}
+    gone = [f"{stem}: no such spec" for stem in known if stem not in stems]
+    for spec in specs:
+        gone += [
+            f"{spec.id}::{name}: no such case"
+            for name in known.get(spec.stem, {})
+            if name not in spec.cases
+        ]
+    return gone
+
+
+def _drop_orphans(path: Path, known: dict[str, Any], specs: Iterable[Spec]) -> None:
+    stems = {p.stem for p in (path.parents[1] / "specs").glob("*.toml")}
+    for stem in [s for s in known if s not in stems]:
+        del known[stem]
+    for spec in specs:
+        table = known.get(spec.stem, {})
+        for name in [n for n in table if n not in spec.cases]:
+            del table[name]
+
+
+def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found = []
+    for kind in ("inputs", "outputs"):
+        before, after = old.get(kind, {}), new[kind]
+        for name in sorted({*before, *after}):
+            a, b = before.get(name), after.get(name)
+            if a is None or b is None:
+                found.append(f"{kind[:-1]} {name} {'is new' if a is None else 'is gone'}")
+            elif isinstance(a, str) or isinstance(b, str):
+                if a != b:
+                    found.append(f"{kind[:-1]} {name} has other bytes")
+            elif a["drift"] != b["drift"]:
+                found.append(f"output {name} has drift {b['drift']}, was {a['drift']}")
+            else:
+                scale = max(a["fingerprint"][0], b["fingerprint"][0])
+                moved = max(
+                    abs(x - y) for x, y in zip(a["fingerprint"], b["fingerprint"], strict=True)
+                )
+                if moved > a["drift"] * scale:
+                    part = f"{moved / scale:.3g} of its rms, more than drift = {a['drift']:g}"
+                    found.append(f"output {name} moved by {part}")
+    return found

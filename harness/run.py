@@ -1,36 +1,475 @@
-"""A case becomes what the kernel really did: poison, guards, launch, synchronise, look."""
+"""A case becomes what the kernel really did: poison, guards, launch, synchronise, look.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+Works on whatever `numba.cuda` stands for: a GPU, or Numba's simulator (NUMBA_ENABLE_CUDASIM=1).
+"""
+
+import contextlib
+import importlib
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 
+from harness import golden as goldens
+from harness import sources
+from harness.compare import Actual, compare
 from harness.golden import Golden
-from harness.report import Verdict
+from harness.report import Fault, Result, Status, Verdict
 from harness.spec import Case, Spec
 
+GUARD = 1 << 16  # bytes before and after every tensor
+_BAND = ((np.arange(GUARD) * 167 + 13) & 0xFF).astype(np.uint8)  # no kernel writes that by chance
 
-@dataclass(frozen=True)
-class Actual:
-    outputs: Mapping[str, np.ndarray]
-    device: str
-    time_us: float
+# Two bit patterns an element size: quiet NaNs that no arithmetic makes, or senseless integers.
+# An element was never written if run 1 left the first and run 2 the second.
+_POISON_FLOAT = {
+    "bfloat16": (0x7FE5, 0x7FDA),
+    "float16": (0x7EE5, 0x7EDA),
+    "float32": (0x7FE5A5E5, 0x7FDA5ADA),
+    "float64": (0x7FFCA5A5A5A5A5A5, 0x7FFC5A5A5A5A5A5A),
+}
+_POISON_INTEGER = {
+    1: (0xA5, 0x5A),
+    2: (0xA5A5, 0x5A5A),
+    4: (0xA5A5A5A5, 0x5A5A5A5A),
+    8: (0xA5A5A5A5A5A5A5A5, 0x5A5A5A5A5A5A5A5A),
+}
 
+# The first of these that any output has is the status of the case.
+_GRAVITY = (
+    Status.WRONG_SHAPE,
+    Status.WRONG_DTYPE,
+    Status.UNWRITTEN,
+    Status.NONFINITE,
+    Status.WRONG,
+    Status.NONDETERMINISTIC,
+)
 
-def execute(
-    spec: Spec, case: Case, golden: Golden, *, kernel: str | Callable | None = None
-) -> Actual:
-    """Run the case twice. Raises Fault for what the launcher did wrong."""
-    raise NotImplementedError
+Launcher = Callable[..., Any]
 
 
 def run_case(
     spec: Spec,
     case: Case,
     *,
-    kernel: str | Callable | None = None,
+    kernel: str | Launcher | None = None,
     cache_dir: Path | None = None,
 ) -> Verdict:
-    """Golden, run, compare. Never raises for a fault of spec, oracle or kernel."""
-    raise NotImplementedError
+    """Golden, run, compare. Never raises for a fault of spec, oracle or kernel.
+
+    `kernel` ("module:function" or a launcher) runs in place of the spec's.
+    """
+    name = kernel_name(kernel) if kernel else spec.kernel or ""
+    verdict = Verdict(
+        id=spec.case_id(case),
+        stage=spec.stage,
+        spec=spec.stem,
+        case=case.name,
+        status=Status.PASSED,
+        device="host" if spec.stage == "golden" else device_name(),
+        digest=sources.digest(spec, kernel=name or None),
+        kernel=name,
+        reference=spec.reference,
+        replaced=kernel is not None,
+    )
+    try:
+        golden = goldens.make(spec, case, cache_dir=cache_dir)
+        verdict = replace(verdict, notes=golden.notes)
+        if spec.stage == "golden":
+            actual = witness(spec, case, golden)
+        else:
+            actual = execute(spec, case, golden, kernel=kernel)
+        return judged(verdict, compare(spec, case, golden, actual), actual.time_us)
+    except Fault as fault:
+        return replace(verdict, status=fault.status, message=fault.message, lost=fault.lost)
+
+
+def judged(verdict: Verdict, results: list[Result], time_us: float | None = None) -> Verdict:
+    """The verdict on a case from those on its outputs."""
+    found = {r.status for r in results}
+    status = next((s for s in _GRAVITY if s in found), Status.PASSED)
+    rooms = [r.headroom for r in results if r.headroom is not None]
+    return replace(
+        verdict,
+        status=status,
+        outputs=tuple(results),
+        headroom=max(rooms, default=None),
+        time_us=time_us,
+    )
+
+
+def witness(spec: Spec, case: Case, golden: Golden) -> Actual:
+    """Stage golden: what the oracle's independent second source says, in the outputs' dtypes."""
+    values = goldens.reference(spec, case, golden, "witness")
+    outputs = {
+        n: goldens.rounded(np.asarray(values[n]), o) for n, o in spec.outputs.items() if n in values
+    }
+    return Actual(outputs, "host")
+
+
+def execute(
+    spec: Spec, case: Case, golden: Golden, *, kernel: str | Launcher | None = None
+) -> Actual:
+    """Run the launcher twice on poisoned outputs. Raises Fault for what it did wrong on the way."""
+    launcher = load_launcher(spec, kernel)
+    check_signature(spec, case, launcher)
+    bench = _Bench(spec, case, golden)
+    if case.unsupported:
+        _refused(case, launcher, bench)
+    bench.run(launcher, case, second=False)
+    first = bench.outputs()
+    bench.run(launcher, case, second=True)
+    second = bench.outputs()
+    unwritten, unstable = {}, {}
+    for name, output in spec.outputs.items():
+        one, two = _flat_bits(first[name]), _flat_bits(second[name])
+        survived = np.zeros(one.size, bool)
+        if not output.inout:
+            a, b = poison(output.dtype, False), poison(output.dtype, True)
+            survived = (one == a) & (two == b)
+        unwritten[name] = survived
+        unstable[name] = (one != two) & ~survived
+    return Actual(first, bench.device, bench.time_us, unwritten, unstable)
+
+
+def _refused(case: Case, launcher: Launcher, bench: "_Bench") -> NoReturn:
+    try:
+        launcher(**bench.arguments(second=False))
+    except NotImplementedError as error:
+        raise Fault(Status.UNSUPPORTED, f"{case.unsupported} ({error})") from None
+    except Exception as error:
+        raise Fault(
+            Status.CRASHED,
+            f"the case is declared unsupported, which a launcher says with NotImplementedError; "
+            f"it raised {type(error).__name__}: {error}",
+        ) from error
+    raise Fault(Status.SPEC_ERROR, "the case is declared unsupported, but the launcher ran it")
+
+
+# -- the launcher --------------------------------------------------------------------------------
+
+
+def kernel_name(kernel: str | Launcher) -> str:
+    if isinstance(kernel, str):
+        return kernel
+    return f"{kernel.__module__}:{getattr(kernel, '__qualname__', type(kernel).__name__)}"
+
+
+def load_launcher(spec: Spec, kernel: str | Launcher | None = None) -> Launcher:
+    """The launcher that a spec names, or the one given in its place."""
+    if kernel is not None and not isinstance(kernel, str):
+        return kernel
+    name = kernel or spec.kernel or ""
+    module, _, function = name.partition(":")
+    try:
+        launcher = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
+        raise Fault(Status.CRASHED, f"{module} cannot be imported: {_told(error)}") from error
+    if not callable(launcher):
+        raise Fault(Status.SPEC_ERROR, f"kernel {name!r}: {module} has no function {function!r}")
+    return launcher
+
+
+def check_signature(spec: Spec, case: Case, launcher: Launcher) -> None:
+    """A launcher's parameters are the spec's names, and what it writes to is keyword-only."""
+    parameters = dict(inspect.signature(launcher).parameters)
+    parameters.pop("stream", None)
+    if case.weights:
+        parameters.pop("config", None)
+    written = {**spec.outputs, **spec.scratch}
+    wanted = {*spec.inputs, *case.scalars, *written, *(["weights"] if case.weights else [])}
+    said = []
+    if missing := sorted(wanted - parameters.keys()):
+        said.append(f"it lacks {', '.join(missing)}")
+    if unknown := sorted(parameters.keys() - wanted):
+        said.append(f"the spec does not have {', '.join(unknown)}")
+    said += [
+        f"{name} is written to and must be keyword-only"
+        for name in written
+        if name in parameters and parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    if said:
+        raise Fault(
+            Status.SPEC_ERROR,
+            f"the parameters of {kernel_name(launcher)} are not the names of the spec: "
+            + "; ".join(said),
+        )
+
+
+# -- device memory -------------------------------------------------------------------------------
+
+
+class _Buffer:
+    """One tensor in device memory, between two guard bands in one allocation."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype):
+        from numba import cuda
+
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self.size = math.prod(shape) * dtype.itemsize
+        self.bytes = cuda.device_array(GUARD + self.size + GUARD, np.uint8)
+        if self.size:
+            self.inner = self.bytes[GUARD : GUARD + self.size]
+            self.array = self.inner.view(dtype).reshape(shape)
+        else:
+            self.array = cuda.device_array(shape, dtype)
+
+    def fill(self, content: np.ndarray) -> None:
+        """Set the guard bands and, from a host array of the tensor's dtype and shape, the rest."""
+        self.bytes[:GUARD].copy_to_device(_BAND)
+        self.bytes[GUARD + self.size :].copy_to_device(_BAND)
+        if self.size:
+            self.inner.copy_to_device(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
+
+    def host(self) -> np.ndarray:
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        return self.inner.copy_to_host().view(self.dtype).reshape(self.shape)
+
+    def trespass(self) -> str | None:
+        """Where a guard band was written to, in words."""
+        size = self.dtype.itemsize
+        after = self.bytes[GUARD + self.size :].copy_to_host() != _BAND
+        before = self.bytes[:GUARD].copy_to_host() != _BAND
+        if after.any():
+            at = int(after.argmax())
+            n = int(after.sum())
+            return f"{n} bytes behind the end of {self.name}, first at element end + {at // size}"
+        if before.any():
+            at = GUARD - int(np.flatnonzero(before)[-1])
+            n = int(before.sum())
+            return (
+                f"{n} bytes before the start of {self.name}, last at element {-(-at // size) * -1}"
+            )
+        return None
+
+
+def poison(dtype: str, second: bool) -> int:
+    """The bit pattern, as an unsigned integer, that outputs of `dtype` hold before a run."""
+    if dtype == "bool":
+        return int(not second)
+    if dtype in _POISON_FLOAT:
+        return _POISON_FLOAT[dtype][second]
+    return _POISON_INTEGER[np.dtype(dtype).itemsize][second]
+
+
+class _Bench:
+    """The case's tensors on the device, and what is looked at around a launch."""
+
+    def __init__(self, spec: Spec, case: Case, golden: Golden):
+        self.spec, self.case, self.golden = spec, case, golden
+        self.device, self.time_us = device_name(), None
+        shapes = spec.shapes(case)
+        try:
+            self.buffers = {
+                n: _Buffer(n, shapes[n], t.numpy_dtype) for n, t in spec.tensors().items()
+            }
+            self.weights = {
+                n: _Buffer(n, a.shape, a.dtype) for n, a in (golden.weights or {}).items()
+            }
+            self.constant = {n: (self.buffers[n], golden.inputs[n]) for n in spec.inputs}
+            self.constant |= {
+                f"weights[{n!r}]": (b, (golden.weights or {})[n]) for n, b in self.weights.items()
+            }
+            for buffer, content in self.constant.values():
+                buffer.fill(content)
+        except Exception as error:
+            raise Fault(
+                Status.CRASHED, f"the case's tensors do not fit on the device: {_told(error)}"
+            ) from error
+
+    def arguments(self, *, second: bool) -> dict[str, Any]:
+        """The launcher's keywords, with outputs and scratch freshly poisoned."""
+        for name, tensor in {**self.spec.outputs, **self.spec.scratch}.items():
+            buffer = self.buffers[name]
+            if getattr(tensor, "inout", False):
+                buffer.fill(self.golden.inputs[name])
+            else:
+                bits = np.dtype(f"u{buffer.dtype.itemsize}")
+                buffer.fill(np.full(buffer.shape, poison(tensor.dtype, second), bits))
+        given: dict[str, Any] = {n: b.array for n, b in self.buffers.items()}
+        given |= self.case.scalars
+        if self.golden.weights is not None:
+            given["weights"] = {n: b.array for n, b in self.weights.items()}
+            given["config"] = self.golden.config
+        return given
+
+    def run(self, launcher: Launcher, case: Case, *, second: bool) -> None:
+        keywords = self.arguments(second=second)
+        if "config" in keywords and "config" not in inspect.signature(launcher).parameters:
+            del keywords["config"]
+        returned = self._launch(launcher, keywords, case.timeout_s, second)
+        self._look_at_guards()
+        if returned is not None:
+            raise Fault(Status.ALIASED, self._describe(returned, keywords))
+        self._look_at_inputs()
+
+    def _launch(self, launcher: Launcher, keywords: dict, limit_s: float, second: bool) -> Any:
+        launch = _launch_simulated if simulated() else _launch_on_gpu
+        try:
+            returned, self.time_us = launch(launcher, keywords, limit_s, second)
+        except Fault:
+            raise
+        except Exception as error:
+            lost = _context_lost()
+            if _inside_a_block(error) and isinstance(error, IndexError):
+                raise Fault(Status.OUT_OF_BOUNDS, _told(error)) from error
+            if isinstance(error, NotImplementedError):
+                raise Fault(
+                    Status.CRASHED,
+                    f"the launcher refuses the case: {error}; if it should, the case says "
+                    'unsupported = "why"',
+                ) from error
+            raise Fault(Status.CRASHED, _told(error), lost=lost) from error
+        return returned
+
+    def _look_at_guards(self) -> None:
+        found = [t for b in (*self.buffers.values(), *self.weights.values()) if (t := b.trespass())]
+        if found:
+            raise Fault(Status.OUT_OF_BOUNDS, "written outside: " + "; ".join(found))
+
+    def _look_at_inputs(self) -> None:
+        for name, (buffer, content) in self.constant.items():
+            now, before = _flat_bits(buffer.host()), _flat_bits(content)
+            if not np.array_equal(now, before):
+                changed = np.flatnonzero(now != before)
+                at = tuple(int(i) for i in np.unravel_index(changed[0], buffer.shape))
+                raise Fault(
+                    Status.MUTATED_INPUT,
+                    f"{name} was changed by the launcher: {changed.size} of {now.size} elements, "
+                    f"first at {at}",
+                )
+
+    def _describe(self, returned: Any, keywords: Mapping[str, Any]) -> str:
+        said = f"the launcher returned a {type(returned).__name__}"
+        for name, array in keywords.items():
+            if _overlap(returned, array):
+                said += f" that is the memory of {name}"
+        return said + "; it must write into the outputs that it is given, and return None"
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        return {n: self.buffers[n].host() for n in self.spec.outputs}
+
+
+def _flat_bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    if hasattr(a, "_ary") and hasattr(b, "_ary"):
+        return np.shares_memory(a._ary, b._ary)
+    try:
+        x, y = a.__cuda_array_interface__, b.__cuda_array_interface__
+    except (AttributeError, TypeError):
+        return False
+    size = math.prod(y["shape"]) * np.dtype(y["typestr"]).itemsize
+    return y["data"][0] <= x["data"][0] < y["data"][0] + size
+
+
+# -- launching -----------------------------------------------------------------------------------
+
+
+def simulated() -> bool:
+    from numba.cuda.core import config
+
+    return bool(config.ENABLE_CUDASIM)
+
+
+def device_name() -> str:
+    """ "simulator", or the name of the current GPU."""
+    if simulated():
+        return "simulator"
+    from numba import cuda
+
+    try:
+        name = cuda.get_current_device().name
+    except Exception as error:
+        return f"no GPU ({type(error).__name__})"
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _launch_simulated(
+    launcher: Launcher, keywords: dict, limit_s: float, second: bool
+) -> tuple[Any, float]:
+    """Run in the simulator; the second time with each block's threads in the opposite order."""
+    simulator = sys.modules.get("engine.simulator")
+    order = simulator.schedule(-1) if simulator and second else contextlib.nullcontext()
+    with _alarm(limit_s), order:
+        start = time.perf_counter()
+        returned = launcher(**keywords)
+        return returned, (time.perf_counter() - start) * 1e6
+
+
+def _launch_on_gpu(
+    launcher: Launcher, keywords: dict, limit_s: float, second: bool
+) -> tuple[Any, float]:
+    """Launch between two events and wait for them, but not for ever."""
+    from numba import cuda
+
+    start, end = cuda.event(timing=True), cuda.event(timing=True)
+    deadline = time.monotonic() + limit_s
+    start.record()
+    returned = launcher(**keywords)
+    end.record()
+    while not end.query():
+        if time.monotonic() > deadline:
+            raise Fault(Status.TIMEOUT, f"the GPU was not done after {limit_s:g} s", lost=True)
+        time.sleep(20e-6)
+    cuda.synchronize()
+    return returned, cuda.event_elapsed_time(start, end) * 1e3
+
+
+@contextlib.contextmanager
+def _alarm(limit_s: float) -> Iterator[None]:
+    """Raise a TIMEOUT in Python code that runs longer; the main thread alone can be interrupted."""
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise Fault(Status.TIMEOUT, f"the simulator was not done after {limit_s:g} s")
+
+    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _context_lost() -> bool:
+    """Whether an error has made the process's GPU context unusable."""
+    if simulated():
+        return False
+    from numba import cuda
+
+    try:
+        cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def _inside_a_block(error: Exception) -> bool:
+    """Whether a simulated thread raised it, and not the launcher's host code."""
+    notes = getattr(error, "__notes__", ())
+    return any("of block" in n for n in notes) or "ctaid=" in str(error)
+
+
+def _told(error: BaseException) -> str:
+    """Type, text, notes and the innermost line of an error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes} ({Path(frame.filename).name}:{frame.lineno})"

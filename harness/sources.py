@@ -1,8 +1,121 @@
-"""Which files a verdict depends on, and their digest: so that a receipt knows when it is stale."""
+"""Which files a verdict depends on, and their digest: so that a receipt knows when it is stale.
+
+Read from the source by `ast`: nothing is imported, no GPU library is loaded. Followed are imports
+of the engine, of the goldens and of the packages that hold the spec's own oracle and kernel. A
+file under goldens/pinned/ counts when a module that is followed names it in a string.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
 
 from harness.spec import Spec
 
 
-def digest(spec: Spec) -> str:
+def digest(spec: Spec, *, kernel: str | None = None) -> str:
     """sha256 over the spec file and every project file that its oracle and kernel import."""
-    raise NotImplementedError
+    return _hash([spec.path, *files(spec, kernel=kernel)])
+
+
+def oracle_digest(spec: Spec) -> str:
+    """The same without the kernel: what a golden depends on."""
+    return _hash([spec.path, *_closure(spec.reference, _packages(spec.reference))])
+
+
+def files(spec: Spec, *, kernel: str | None = None) -> list[Path]:
+    """The files behind a spec's oracle and kernel (`kernel`: in place of the spec's), sorted."""
+    modules = [spec.reference]
+    if kernel or spec.kernel:
+        modules.append((kernel or spec.kernel or "").partition(":")[0])
+    packages = _packages(*modules)
+    return sorted({path for module in modules for path in _closure(module, packages)})
+
+
+def _packages(*modules: str) -> frozenset[str]:
+    return frozenset({"engine", "goldens", *(m.partition(".")[0] for m in modules)})
+
+
+def _closure(module: str, packages: frozenset[str]) -> list[Path]:
+    """Every file that importing `module` reads, as far as it belongs to `packages`."""
+    found: set[Path] = set()
+    queue = [module]
+    seen: set[str] = set()
+    while queue:
+        name = queue.pop()
+        if name in seen or name.partition(".")[0] not in packages:
+            continue
+        seen.add(name)
+        if "." in name:
+            queue.append(name.rpartition(".")[0])
+        path = _file(name)
+        if path is not None and path not in found:
+            found.add(path)
+            queue += _imports(path, name, path.stat().st_mtime_ns)
+            found.update(_pinned(path, path.stat().st_mtime_ns))
+    return sorted(found)
+
+
+def _file(name: str) -> Path | None:
+    """The source of a dotted name, or None where it is not a module (an attribute, a C module)."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    origin = Path(spec.origin)
+    if not rest:
+        return origin
+    if origin.name != "__init__.py":
+        return None
+    base = origin.parent.joinpath(*rest)
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def _imports(path: Path, name: str, _mtime_ns: int) -> tuple[str, ...]:
+    return tuple(_read_imports(ast.parse(path.read_bytes(), str(path)), path, name))
+
+
+def _read_imports(tree: ast.Module, path: Path, name: str) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def _pinned(path: Path, _mtime_ns: int) -> tuple[Path, ...]:
+    folder = path.parent / "pinned"
+    if path.parent.name != "goldens" or not folder.is_dir():
+        return ()
+    names = {file.name: file for file in folder.rglob("*") if file.is_file()}
+    strings = {
+        Path(node.value).name
+        for node in ast.walk(ast.parse(path.read_bytes(), str(path)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200
+    }
+    return tuple(sorted(names[name] for name in strings & names.keys()))
+
+
+def _hash(paths: list[Path]) -> str:
+    """sha256 over names and contents; the folder of the checkout does not count."""
+    total = hashlib.sha256()
+    for path in paths:
+        content = hashlib.sha256(path.read_bytes()).digest()
+        total.update(path.name.encode() + b"\0" + content)
+    return total.hexdigest()
