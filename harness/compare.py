@@ -133,6 +133,7 @@ def _failed(
     assert at is not None
     g, w = got[at].reshape(1), want[at].reshape(1)
     m = None if magnitude is None else magnitude[at].reshape(1)
+    bound = judge.bound(w, m)
     said = [also] if also else []
     if status is Status.UNWRITTEN:
         said.append("the poison survived")
@@ -152,7 +153,7 @@ def _failed(
         first=at,
         got=_value(g[0]),
         want=_value(rounded(w, judge.output)[0] if judge.exact else w[0]),
-        bound=None if judge.bound is None or m is None else float(judge.bound(w, m)[0]),
+        bound=None if bound is None else float(bound[0]),
         message="; ".join(said),
     )
 

@@ -344,7 +344,7 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
 # -- does the golden depend on its inputs? -------------------------------------------------------
 
 
-def sensitivity(spec: Spec, case: Case) -> dict[str, bool]:
+def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> dict[str, bool]:
     """For each input: does the golden change, or the oracle object, when that input is perturbed?
 
     Tried are, until one works: every element changed, the order of elements reversed, one element
@@ -352,7 +352,7 @@ def sensitivity(spec: Spec, case: Case) -> dict[str, bool]:
     """
     golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
     found = {}
-    for name in golden.inputs:
+    for name in golden.inputs if names is None else sorted(names):
         found[name] = False
         for changed in _perturbed(golden.inputs[name]):
             trial = replace(golden, inputs={**golden.inputs, name: changed})
@@ -370,12 +370,12 @@ def sensitivity(spec: Spec, case: Case) -> dict[str, bool]:
 
 
 def insensitive(spec: Spec) -> list[str]:
-    """Inputs that change the golden of no case: the spec is VACUOUS in them."""
+    """Inputs that change the golden of no case. Only the simulator's cases are tried, if any."""
     left = {*spec.inputs, *(n for n, o in spec.outputs.items() if o.inout)}
-    small_first = sorted(spec.cases.values(), key=lambda c: (not c.sim, c.name))
-    for case in small_first:
+    cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
+    for case in sorted(cases, key=lambda c: sum(map(math.prod, spec.shapes(c).values()))):
         if left:
-            left -= {name for name, found in sensitivity(spec, case).items() if found}
+            left -= {name for name, found in sensitivity(spec, case, left).items() if found}
     return sorted(left)
 
 

@@ -26,7 +26,7 @@ from harness import sources
 from harness.compare import Actual, compare
 from harness.golden import Golden
 from harness.report import Fault, Result, Status, Verdict
-from harness.spec import Case, Spec
+from harness.spec import GOLDEN, Case, Spec
 
 GUARD = 1 << 16  # bytes before and after every tensor
 _BAND = ((np.arange(GUARD) * 167 + 13) & 0xFF).astype(np.uint8)  # no kernel writes that by chance
@@ -70,29 +70,43 @@ def run_case(
 
     `kernel` ("module:function" or a launcher) runs in place of the spec's.
     """
-    name = kernel_name(kernel) if kernel else spec.kernel or ""
+    on_host = spec.stage == "golden" or case is GOLDEN
+    name = "" if on_host else kernel_name(kernel or spec.kernel or "")
     verdict = Verdict(
         id=spec.case_id(case),
-        stage=spec.stage,
+        stage="golden" if on_host else spec.stage,
         spec=spec.stem,
         case=case.name,
         status=Status.PASSED,
-        device="host" if spec.stage == "golden" else device_name(),
+        device="host" if on_host else device_name(),
         digest=sources.digest(spec, kernel=name or None),
         kernel=name,
         reference=spec.reference,
-        replaced=kernel is not None,
+        replaced=kernel is not None and not on_host,
     )
     try:
+        if case is GOLDEN:
+            inputs_matter(spec)
+            return verdict
         golden = goldens.make(spec, case, cache_dir=cache_dir)
         verdict = replace(verdict, notes=golden.notes)
-        if spec.stage == "golden":
+        if on_host:
             actual = witness(spec, case, golden)
         else:
             actual = execute(spec, case, golden, kernel=kernel)
         return judged(verdict, compare(spec, case, golden, actual), actual.time_us)
     except Fault as fault:
         return replace(verdict, status=fault.status, message=fault.message, lost=fault.lost)
+
+
+def inputs_matter(spec: Spec) -> None:
+    """Raise VACUOUS if there is an input that no golden of the spec depends on."""
+    if names := goldens.insensitive(spec):
+        raise Fault(
+            Status.VACUOUS,
+            f"no golden changes when {', '.join(names)} is perturbed: a kernel that ignores it "
+            "passes. Add a case where it matters, or drop it",
+        )
 
 
 def judged(verdict: Verdict, results: list[Result], time_us: float | None = None) -> Verdict:

@@ -112,6 +112,10 @@ class Case:
     weights: str | None = None
 
 
+# Every spec with a kernel has this case too, in stage golden: does each input matter to the golden?
+GOLDEN = Case("golden", {}, sim=True)
+
+
 @dataclass(frozen=True)
 class Mutant:
     name: str
@@ -145,6 +149,11 @@ class Spec:
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inputs, **self.outputs, **self.scratch}
+
+    def items(self) -> list[tuple[str, Case]]:
+        """(stage, case) of everything that is judged: the cases, then GOLDEN."""
+        own = [(self.stage, case) for case in self.cases.values()]
+        return own if self.stage == "golden" else [*own, ("golden", GOLDEN)]
 
     def shape(self, tensor: Tensor, case: Case) -> tuple[int, ...]:
         return tuple(n if isinstance(n, int) else case.axes[n] for n in tensor.shape)
@@ -264,12 +273,12 @@ class _Reader:
             raise self.error(key, '{ shape = [...], dtype = "..." }', table)
         self.known(key, table, ("shape", "dtype", *extra))
         shape, dtype = table.get("shape"), table.get("dtype")
-        if not isinstance(shape, list):
+        if not isinstance(shape, list) or not shape:
             raise self.error(f"{key}.shape", "a list of axis names and integers", shape)
         for entry in shape:
             if not (_is_int(entry) and entry >= 0) and not _is_name(entry):
                 raise self.error(f"{key}.shape", "axis names and integers, 0 or more", entry)
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self.error(f"{key}.dtype", f"one of {', '.join(DTYPES)}", dtype)
         return Tensor(name, tuple(shape), dtype)
 
@@ -330,6 +339,8 @@ class _Reader:
         key = f"cases.{name}"
         if not _is_name(name):
             raise self.error(key, "a name of letters, digits and _", name)
+        if name in (GOLDEN.name, "spec"):
+            raise self.error(key, "another name: the harness has cases of this one itself", name)
         if not isinstance(table, dict):
             raise self.error(key, "a table", table)
         axes, scalars, options = dict(self.axes), dict(self.scalars), dict(self.options)
