@@ -18,9 +18,9 @@ tensor's digest when it is first touched, so that neither costs more than what i
 import json
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def check_config(config: Any) -> None:
     def number(
         table: dict, key: str, kinds: tuple[type, ...], least: float, where: str = ""
     ) -> None:
-        value = table.get(key)
+        value: Any = table.get(key)
         if type(value) not in kinds or not least <= value < float("inf"):
             kind = "an integer" if kinds == (int,) else "a finite number"
             got = f"got {value!r}" if key in table else "it is missing"
@@ -117,43 +117,42 @@ def check_config(config: Any) -> None:
             )
 
 
-def layout(config: Mapping[str, Any]) -> dict[str, Matrix]:
-    """Every weight of the model by its public name, in the order of the forward pass."""
+def layout(config: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
+    """Every weight of the model with its public name, in the order of the forward pass."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     value, q_rank = config["v_head_dim"], config["q_lora_rank"]
     expert, experts = config["moe_intermediate_size"], config["n_routed_experts"]
-    table = {"model.embed_tokens.weight": Matrix((vocab, hidden))}
 
-    def mlp(base: str, inner: int) -> None:
-        table[f"{base}.gate_proj.weight"] = Matrix((inner, hidden), packable=True)
-        table[f"{base}.up_proj.weight"] = Matrix((inner, hidden), packable=True)
-        table[f"{base}.down_proj.weight"] = Matrix((hidden, inner), packable=True)
+    def mlp(base: str, inner: int) -> Iterator[tuple[str, Matrix]]:
+        yield f"{base}.gate_proj.weight", Matrix((inner, hidden), packable=True)
+        yield f"{base}.up_proj.weight", Matrix((inner, hidden), packable=True)
+        yield f"{base}.down_proj.weight", Matrix((hidden, inner), packable=True)
 
+    yield "model.embed_tokens.weight", Matrix((vocab, hidden))
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}"
-        table[f"{base}.input_layernorm.weight"] = Matrix((hidden,))
         attention = f"{base}.self_attn"
-        table[f"{attention}.q_a_proj.weight"] = Matrix((q_rank, hidden))
-        table[f"{attention}.q_a_layernorm.weight"] = Matrix((q_rank,))
-        table[f"{attention}.q_b_proj.weight"] = Matrix((heads * (nope + rope), q_rank))
-        table[f"{attention}.kv_a_proj_with_mqa.weight"] = Matrix((rank + rope, hidden))
-        table[f"{attention}.kv_a_layernorm.weight"] = Matrix((rank,))
-        table[f"{attention}.kv_b_proj.weight"] = Matrix((heads * (nope + value), rank))
-        table[f"{attention}.o_proj.weight"] = Matrix((hidden, heads * value))
-        table[f"{base}.post_attention_layernorm.weight"] = Matrix((hidden,))
+        yield f"{base}.input_layernorm.weight", Matrix((hidden,))
+        yield f"{attention}.q_a_proj.weight", Matrix((q_rank, hidden))
+        yield f"{attention}.q_a_layernorm.weight", Matrix((q_rank,))
+        yield f"{attention}.q_b_proj.weight", Matrix((heads * (nope + rope), q_rank))
+        yield f"{attention}.kv_a_proj_with_mqa.weight", Matrix((rank + rope, hidden))
+        yield f"{attention}.kv_a_layernorm.weight", Matrix((rank,))
+        yield f"{attention}.kv_b_proj.weight", Matrix((heads * (nope + value), rank))
+        yield f"{attention}.o_proj.weight", Matrix((hidden, heads * value))
+        yield f"{base}.post_attention_layernorm.weight", Matrix((hidden,))
         if layer < config["first_k_dense_replace"]:
-            mlp(f"{base}.mlp", config["intermediate_size"])
+            yield from mlp(f"{base}.mlp", config["intermediate_size"])
             continue
-        table[f"{base}.mlp.gate.weight"] = Matrix((experts, hidden))
-        table[f"{base}.mlp.gate.e_score_correction_bias"] = Matrix((experts,), float32=True)
+        yield f"{base}.mlp.gate.weight", Matrix((experts, hidden))
+        yield f"{base}.mlp.gate.e_score_correction_bias", Matrix((experts,), float32=True)
         for e in range(experts):
-            mlp(f"{base}.mlp.experts.{e}", expert)
-        mlp(f"{base}.mlp.shared_experts", expert * config["n_shared_experts"])
-    table["model.norm.weight"] = Matrix((hidden,))
-    table["lm_head.weight"] = Matrix((vocab, hidden))
-    return table
+            yield from mlp(f"{base}.mlp.experts.{e}", expert)
+        yield from mlp(f"{base}.mlp.shared_experts", expert * config["n_shared_experts"])
+    yield "model.norm.weight", Matrix((hidden,))
+    yield "lm_head.weight", Matrix((vocab, hidden))
 
 
 def check_weights(
@@ -164,39 +163,37 @@ def check_weights(
     Raises ValueError naming the tensor that is missing, unknown or of another shape or dtype. All
     16/32-bit weights share the dtype of the embedding; a quantised model is bfloat16.
     """
-    table = layout(config)
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-    missing: list[str] = []
     embedding = found.get("model.embed_tokens.weight", ("BF16",))[0]
+    known: set[str] = set()
+    quantised = 0
+
+    def expect(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        if name not in found:
+            raise ValueError(f"tensor {name!r} is missing")
+        for what, is_, should in zip(("dtype", "shape"), found[name], (dtype, shape), strict=True):
+            if is_ != should:
+                raise ValueError(f"tensor {name!r}: expected {what} {should}, got {is_}")
+        known.add(name)
+
     if embedding not in ("BF16", "F32"):
         raise ValueError(
             f"tensor 'model.embed_tokens.weight': expected BF16 or F32, got {embedding}"
         )
-    quantised = 0
-    for name, (shape, packable, float32) in table.items():
+    for name, (shape, packable, float32) in layout(config):
         base = name.removesuffix(".weight")
         packed = [part for part in (f"{base}.qw", f"{base}.sc") if part in found]
-        if packable and packed:
-            if name in found:
-                raise ValueError(f"tensor {name!r} is there both plain and as {packed[0]!r}")
-            out, inner = shape
-            if inner % GROUP:
-                raise ValueError(f"tensor {packed[0]!r}: {inner} inputs are no multiple of {GROUP}")
-            expected[f"{base}.qw"] = ("I32", (out, inner // 8))
-            expected[f"{base}.sc"] = ("BF16", (out, inner // GROUP))
-            missing += [part for part in (f"{base}.qw", f"{base}.sc") if part not in found]
-            quantised += 1
-        else:
-            expected[name] = ("F32" if float32 else embedding, shape)
-            missing += [name] if name not in found else []
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"tensor {missing[0]!r} is missing{more}")
-    for name, want in expected.items():
-        for what, is_, should in zip(("dtype", "shape"), found[name], want, strict=True):
-            if is_ != should:
-                raise ValueError(f"tensor {name!r}: expected {what} {should}, got {is_}")
-    unknown = [name for name in found if name not in expected]
+        if not packable or not packed:
+            expect(name, "F32" if float32 else embedding, shape)
+            continue
+        if name in found:
+            raise ValueError(f"tensor {name!r} is there both plain and as {packed[0]!r}")
+        out, inner = shape
+        if inner % GROUP:
+            raise ValueError(f"tensor {packed[0]!r}: {inner} inputs are no multiple of {GROUP}")
+        expect(f"{base}.qw", "I32", (out, inner // 8))
+        expect(f"{base}.sc", "BF16", (out, inner // GROUP))
+        quantised += 1
+    unknown = [name for name in found if name not in known]
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(f"tensor {unknown[0]!r} is no weight of this model{more}")
@@ -320,7 +317,7 @@ class Bundle(Mapping[str, np.ndarray]):
         """Read every tensor: InvalidFile for a wrong digest or a weight that is not finite."""
         self._unverified = set(self._file.entries)
         for name in self._file:
-            check_finite(self._verified(name), self._file, name)
+            check_finite(self._verified(name), f"{self.path}: tensor {name!r}")
 
     def sizes(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """Weight name -> (dtype as safetensors spells it, shape, bytes), from the header alone."""
@@ -328,18 +325,16 @@ class Bundle(Mapping[str, np.ndarray]):
         return {name: (row.dtype, row.shape, row.end - row.begin) for name, row in rows.items()}
 
 
-def check_finite(array: np.ndarray, file: TensorFile, name: str) -> None:
-    """Raise InvalidFile naming the first element that is NaN or infinite. Integers pass."""
-    if array.dtype.kind in "iub" or not array.size:
+def check_finite(array: np.ndarray, what: str) -> None:
+    """Raise InvalidFile saying `what` holds the first NaN or infinity, and where. Integers pass."""
+    if array.dtype.kind in "iub":
         return
-    rows = array.reshape(-1)
-    for at in range(0, rows.size, 1 << 22):
-        bad = ~np.isfinite(rows[at : at + (1 << 22)])
+    flat = array.reshape(-1)
+    for at in range(0, flat.size, 1 << 22):
+        bad = ~np.isfinite(flat[at : at + (1 << 22)])
         if bad.any():
             where = np.unravel_index(at + int(bad.argmax()), array.shape)
-            raise file.error(
-                f"tensor {name!r} holds {array[where]} at {[int(index) for index in where]}"
-            )
+            raise InvalidFile(f"{what} holds {array[where]} at {[int(index) for index in where]}")
 
 
 def write(
@@ -351,12 +346,14 @@ def write(
     prompts: Sequence[Sequence[int]] = (),
     golden_tokens: np.ndarray | None = None,
     golden_margins: np.ndarray | None = None,
+    watch: Callable[[str, np.ndarray], None] | None = None,
 ) -> None:
     """Write a bundle, all or nothing (engine.tensorfile.write); the same bytes for the same input.
 
     weights: by bundle name; may make its arrays on access. prompts: one sequence of token ids each;
     golden_tokens and golden_margins: [prompts, steps]. InvalidFile names the tensor or config key
-    that a reader would refuse; OSError says how far it got.
+    that a reader would refuse, or a value that is not finite; OSError says how far it got. `watch`
+    gets each name and array before its bytes are written, in place of the check of its values.
     """
     golden: dict[str, np.ndarray] = {}
     if len(prompts):
@@ -389,4 +386,9 @@ def write(
         "config": json.dumps(dict(config), sort_keys=True, allow_nan=False),
         "quantization": quantization,
     }
-    write_tensors(path, ChainMap(golden, weights), metadata)
+
+    def finite(key: str, array: np.ndarray) -> None:
+        check_finite(array, f"{path}: tensor {key!r}")
+
+    tensors = ChainMap(golden, cast(dict, weights))
+    write_tensors(path, tensors, metadata, watch=watch or finite)

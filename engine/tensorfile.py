@@ -16,7 +16,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,9 @@ class TensorFile(Mapping[str, np.ndarray]):
 
         try:
             table = json.loads(header, object_pairs_hook=unique)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except InvalidFile:
+            raise
+        except (ValueError, RecursionError) as error:
             raise self.error(f"the header is not JSON ({error})") from error
         if not isinstance(table, dict):
             raise self.error("the header is not a JSON object")
@@ -181,13 +183,18 @@ class TensorFile(Mapping[str, np.ndarray]):
 
 
 def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    *,
+    watch: Callable[[str, np.ndarray], None] | None = None,
 ) -> None:
     """Write tensors in order of falling item size and name, all or nothing.
 
     To `metadata` are added `sha256`, a JSON object of each tensor's hex digest, and
     `header_sha256`, the digest of the header with these 64 digits zero. One tensor at a time is
     looked up, so a mapping that makes or maps its arrays on access is never whole in memory.
+    `watch` gets each name and array before its bytes are written; what it raises ends the writing.
 
     The bytes go to a hidden `.partial` file beside `path` that replaces it after an fsync: a reader
     sees the old file or the new one. OSError (disk full, no such directory) says how far it got.
@@ -232,7 +239,10 @@ def write(
         with partial.open("xb") as file:
             file.write(len(blank).to_bytes(8, "little") + blank)
             for name in order:
-                raw = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
+                array = np.ascontiguousarray(tensors[name])
+                if watch is not None:
+                    watch(name, array)
+                raw = array.reshape(-1).view(np.uint8)
                 digest = hashlib.sha256()
                 for at in range(0, raw.size, CHUNK):
                     chunk = raw[at : at + CHUNK].data

@@ -60,7 +60,7 @@ MARGINS = np.array([[0.5, 0.25], [0.125, 2.0]])
 def random_weights(packed=True, dtype=BF16) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     weights = {}
-    for name, (shape, packable, float32) in bundle.layout(CONFIG).items():
+    for name, (shape, packable, float32) in bundle.layout(CONFIG):
         if packed and packable:
             out, inner = shape
             base = name.removesuffix(".weight")
@@ -214,6 +214,7 @@ def row(dtype="U8", shape=(4,), offsets=(0, 4)) -> dict:
         (b"{", "the header is not JSON"),
         (b"\xff\xfe", "the header is not JSON"),
         (b"[" * 100_000, "the header is not JSON"),
+        (b'{"a":' + b"9" * 5000 + b"}", "the header is not JSON"),
         (b"[]", "the header is not a JSON object"),
         (b'{"a":1,"a":2}', "the header lists 'a' twice"),
         ({"a": 3}, "tensor 'a': expected dtype, shape and data_offsets"),
@@ -385,23 +386,33 @@ def test_goldens_fit_each_other(tmp_path, golden, message):
         bundle.write(tmp_path / "a.kdtr", random_weights(), CONFIG, **golden)
 
 
+def test_a_config_of_a_billion_layers_is_found_wanting_at_once(tmp_path):
+    with pytest.raises(InvalidFile, match=r"'model.layers.2.input_layernorm.weight' is missing"):
+        write(tmp_path / "a.kdtr", config={**CONFIG, "num_hidden_layers": 10**9})
+
+
 def test_a_bundle_may_have_no_goldens(tmp_path):
     bundle.write(tmp_path / "a.kdtr", random_weights(), CONFIG)
     opened = Bundle(tmp_path / "a.kdtr")
     assert (opened.prompts, opened.golden_tokens, opened.golden_margins) == ([], None, None)
 
 
-def test_verify_names_a_weight_that_is_not_finite(tmp_path):
+def test_a_weight_that_is_not_finite_is_neither_written_nor_verified(path, tmp_path):
     weights = random_weights()
     weights[f"{EXPERT}.sc"][3, 1] = np.nan
-    opened = Bundle(write(tmp_path / "nan.kdtr", weights))
+    file = tmp_path / "nan.kdtr"
     with pytest.raises(InvalidFile, match=rf"tensor '{EXPERT}.sc' holds nan at \[3, 1\]"):
-        opened.verify()
+        write(file, weights)
+    assert not list(tmp_path.iterdir())
+    golden = {name: TensorFile(path)[name] for name in bundle.GOLDEN}
+    tensorfile.write(file, {**weights, **golden}, TensorFile(path).metadata)
+    with pytest.raises(InvalidFile, match=rf"tensor '{EXPERT}.sc' holds nan at \[3, 1\]"):
+        Bundle(file).verify()
 
 
 def test_layout_counts_the_matrices_that_may_be_int4():
     """3 of each dense layer, 3 of each routed and shared expert."""
-    assert sum(matrix.packable for matrix in bundle.layout(CONFIG).values()) == 3 + 3 * (3 + 1)
+    assert sum(matrix.packable for _, matrix in bundle.layout(CONFIG)) == 3 + 3 * (3 + 1)
 
 
 # Atomic writes: whatever happens, the old file or the new one is there, and nothing beside it.
