@@ -315,6 +315,14 @@ def of_shard(case_id: str, index: int, count: int) -> bool:
     return int.from_bytes(digest[:8], "big") % count == index - 1
 
 
+def shard(text: str) -> tuple[int, int]:
+    """ "2/3" becomes (2, 3)."""
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"a shard is I/N with 1 <= I <= N, got {text!r}")
+    return int(index), int(count)
+
+
 def _entries(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 

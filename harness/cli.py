@@ -1,0 +1,339 @@
+"""The command `kdtr`: gate, golden, doctor, compile, report, and what other modules add.
+
+Everything heavy is imported by the command that needs it: `kdtr --help` loads no numba, and the
+gate runs pytest in a process of its own, because a device is chosen once a process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+# Commands that live elsewhere: name, "module:attribute", help. A module that is not there takes
+# its own command away and no other.
+ELSEWHERE = (
+    ("bench", "harness.bench:app", "Time cases with bench = true against floor and baseline."),
+    ("mutate", "harness.mutate:app", "Plant faults in kernels and see that the specs catch them."),
+    ("bundle", "engine.cli_bundle:app", "Look into .kdtr bundles and check them."),
+    ("import", "engine.cli_bundle:app", "Make a bundle of a public checkpoint."),
+    ("quant", "engine.cli_bundle:app", "Quantise a bundle to INT4."),
+    ("forward", "engine.cli_bundle:app", "Run a bundle's model on a prompt."),
+    ("decode", "engine.cli_decode:app", "Decode with tree speculation."),
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Judge GPU kernels against numpy goldens: a spec, an oracle, a verdict for each case.",
+)
+golden_app = typer.Typer(no_args_is_help=True, help="Goldens against their manifest.")
+report_app = typer.Typer(no_args_is_help=True, help="Reports of earlier runs.")
+app.add_typer(golden_app, name="golden")
+app.add_typer(report_app, name="report")
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cuda = "cuda"
+    sim = "sim"
+
+
+class Stage(StrEnum):
+    golden = "golden"
+    kernel = "kernel"
+    layer = "layer"
+    model = "model"
+    decode = "decode"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.path.insert(0, str(Path.cwd()))  # kernels and oracles of the project one stands in
+    called = next((a for a in sys.argv[1:] if not a.startswith("-")), "")
+    for name, target, text in ELSEWHERE:
+        if not _there(target):
+            continue
+        if name == called:
+            mount(name, target, text)
+        else:
+            app.command(name, help=text)(_imported_when_called)
+    app(prog_name="kdtr")
+
+
+def _there(target: str) -> bool:
+    try:
+        return importlib.util.find_spec(target.partition(":")[0]) is not None
+    except ImportError:
+        return False
+
+
+def _imported_when_called() -> None:
+    """Stands in `kdtr --help` for a command of another module."""
+
+
+def mount(name: str, target: str, text: str) -> None:
+    """Put the command `name` of the Typer application `target` ("module:attribute") into ours."""
+    module, _, attribute = target.partition(":")
+    theirs = getattr(importlib.import_module(module), attribute)
+    commands, groups = theirs.registered_commands, theirs.registered_groups
+    alone = len(commands) == 1 and not groups and theirs.registered_callback is None
+    for command in commands:
+        known_as = command.name or command.callback.__name__.strip("_").replace("_", "-")
+        if known_as == name or alone:
+            command.name = name
+            app.registered_commands.append(command)
+            return
+    for group in groups:
+        if group.name == name:
+            app.registered_groups.append(group)
+            return
+    app.add_typer(theirs, name=name, help=text)
+
+
+def fail(error: object, code: int = 2) -> NoReturn:
+    """Say what is wrong on stderr and leave: 2 for a call that cannot be served, 1 for a gate."""
+    print(f"kdtr: {error}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def show(renderable: object) -> None:
+    """Print something of rich's, wide enough where the output is a file."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    console.print(renderable)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+# -- gate ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def gate(
+    stage: Annotated[
+        list[Stage] | None,
+        typer.Option(metavar="STAGE", help="golden, kernel, layer, model or decode. Repeatable."),
+    ] = None,
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this case. Repeatable.")
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Judge this launcher in place of the spec's own."
+        ),
+    ] = None,
+    device: Annotated[
+        Device,
+        typer.Option(
+            metavar="auto|cuda|sim", help="auto: the GPUs if they are usable, else the simulator."
+        ),
+    ] = Device.auto,
+    workers: Annotated[
+        str, typer.Option("-n", metavar="N", help="Worker processes. auto: one a GPU, or a core.")
+    ] = "auto",
+    report: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where report.json and report.html go.")
+    ] = Path("report"),
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Write ci/receipts/GPU.json; needs a real GPU.")
+    ] = False,
+    require_receipts: Annotated[
+        str | None,
+        typer.Option(metavar="GPU", help="Fail unless every case has a fresh receipt of this GPU."),
+    ] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only shard I of N, counted from 1.")
+    ] = None,
+    out_of_order: Annotated[
+        bool, typer.Option("--out-of-order", help="Run a stage though earlier ones did not pass.")
+    ] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on with later stages after one failed.")
+    ] = False,
+    lease_wait: Annotated[
+        float, typer.Option(metavar="S", help="Seconds to wait for GPUs that other runs hold.")
+    ] = 600.0,
+) -> None:
+    """Judge kernels. Exit 0 only if every case that was asked for ran and passed.
+
+    Stages run in order, and the first that fails ends the run. Cases that this machine cannot run
+    are listed with the state of their GPU receipts; they never count as passed.
+    """
+    from harness import devices, stages
+    from harness.spec import STAGES
+
+    root = Path.cwd()
+    chosen = [s for s in STAGES if not stage or s in [one.value for one in stage]]
+    if workers != "auto" and not workers.isdigit():
+        fail(f"-n takes a number or auto, got {workers!r}")
+    if kernel and len(spec or []) != 1:
+        fail("--kernel stands in for the kernel of one spec: say which with --spec NAME")
+    narrowing = {"stages": chosen, "names": spec or [], "cases": case or []}
+    try:
+        part = devices.shard(shard) if shard else None
+        choice = devices.choose(device.value)
+        specs = stages.load_specs(root)
+        asked = stages.select(specs, choice, shard=part, **narrowing)
+    except (LookupError, ValueError, devices.DeviceError) as error:
+        fail(error)
+    if receipt and choice.device != "cuda":
+        fail(f"--receipt is evidence from a GPU, and this run is in the simulator ({choice.why})")
+    if case and asked.elsewhere:
+        names = ", ".join(s.case_id(c) for s, c in asked.elsewhere)
+        fail(f"asked for and cannot run here ({choice.why}): {names}", 1)
+    say(f"device: {choice.device} ({choice.why})")
+    narrowed = bool(spec or case or kernel or shard)
+    run = stages.Gate(
+        root=root,
+        specs=specs,
+        asked=asked,
+        choice=choice,
+        device=device.value,
+        workers=workers,
+        kernel=kernel,
+        shard=part,
+        lease_wait=lease_wait,
+        folder=report,
+        narrowing=narrowing,
+        whole=not narrowed,
+        enforce=bool(stage) and not narrowed and not out_of_order,
+        keep_going=keep_going or narrowed,
+        require=require_receipts,
+        receipt=receipt,
+        say=say,
+        show=show,
+    )
+    raise typer.Exit(run.run(chosen))
+
+
+# -- goldens ---------------------------------------------------------------------------------------
+
+Specs = Annotated[list[str] | None, typer.Argument(help="Stems of specs. None: all of them.")]
+
+
+@golden_app.command("verify")
+def golden_verify(specs: Specs = None) -> None:
+    """Make the goldens again and compare them with goldens/manifest.toml. Exit 1 if any differs."""
+    from harness import golden
+
+    chosen = _readable(specs)
+    differences = golden.verify(chosen)
+    for line in differences:
+        say(line)
+    cases = sum(len(s.cases) for s in chosen)
+    say(f"{cases} cases of {len(chosen)} specs, {len(differences)} differences")
+    raise typer.Exit(1 if differences or not cases else 0)
+
+
+@golden_app.command("generate")
+def golden_generate(
+    specs: Specs = None,
+    reason: Annotated[str, typer.Option(help="Why they change; goes into the manifest.")] = "",
+) -> None:
+    """Rewrite the manifest's entries and print what changed. Needs --reason."""
+    from harness import golden, report
+
+    try:
+        changes = golden.generate(_readable(specs), reason)
+    except (ValueError, PermissionError) as error:
+        fail(error)
+    except report.Fault as fault:
+        fail(f"{fault.status}: {fault.message}; nothing was written", 1)
+    for line in changes:
+        say(line)
+    say(f"{len(changes)} changes")
+
+
+def _readable(names: list[str] | None) -> list:
+    """The specs of these names; leaves with a message if one cannot be read."""
+    from harness import devices, stages
+
+    try:
+        specs = stages.load_specs(Path.cwd())
+        asked = stages.select(specs, devices.Choice("sim", (), ""), names=names or ())
+    except LookupError as error:
+        fail(error)
+    if asked.broken:
+        fail("\n".join(str(error) for error in asked.broken), 1)
+    return list(dict.fromkeys(s for s, _ in asked.here + asked.elsewhere))
+
+
+# -- the rest --------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is on this machine and what follows from it. Exit 1 if the gate cannot run."""
+    from harness import doctor
+
+    findings = doctor.examine()
+    for finding in findings:
+        say(str(finding))
+    raise typer.Exit(1 if any(f.level == doctor.BAD for f in findings) else 0)
+
+
+@app.command(
+    "compile",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def compile_(context: typer.Context) -> None:
+    """Compile every kernel to SASS for every architecture; needs no GPU."""
+    try:
+        compile_gate = importlib.import_module("engine.compile_gate")
+    except ModuleNotFoundError as error:
+        fail(f"kdtr compile: {error}; the toolkit comes with pip install 'kdtree-engine[cu13]'")
+    raise typer.Exit(compile_gate.main(context.args))
+
+
+@report_app.command("merge")
+def report_merge(
+    reports: Annotated[list[Path], typer.Argument(help="Folders or report.json of all shards.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the merged report goes.")] = Path(
+        "report"
+    ),
+) -> None:
+    """Join the reports of the shards of one run, made with kdtr gate --shard I/N.
+
+    Fails on a shard that is missing, doubled or made from other sources, and on a case that has
+    no verdict or a bad one: the exit code is that of the gate in one piece.
+    """
+    from harness import merge, receipts, report, stages
+
+    try:
+        specs = stages.load_specs(Path.cwd())
+        verdicts, context = merge.shards(reports, receipts.sources_digest(specs))
+    except (LookupError, merge.MergeError) as error:
+        fail(error, 1)
+    written = report.write(out / "report.json", verdicts, **context)
+    show(report.table(verdicts))
+    for case in written["cases"]:
+        if not case["ok"]:
+            say("\n" + case["text"])
+    gone = stages.unjudged(written, specs)
+    for each in gone:
+        say(f"FAILED {each} was asked for and has no verdict")
+    totals = written["totals"]
+    say(f"\n{totals['passed']} passed, {totals['failed']} failed; {out / 'report.html'}")
+    raise typer.Exit(0 if totals["ok"] and not gone else 1)
+
+
+if __name__ == "__main__":
+    main()
