@@ -137,8 +137,10 @@ def result_text(result: Result) -> str:
 
 
 def again(verdict: Verdict) -> str:
+    """The one command that judges this case, or at least its spec, again."""
     if verdict.replaced:
-        return f"kdtr gate --spec {verdict.spec} --kernel {verdict.kernel}"
+        name = verdict.kernel if "<" not in verdict.kernel else "MODULE:FUNCTION"
+        return f"kdtr gate --spec {verdict.spec} --kernel {name}"
     if verdict.stage is None:
         return f"kdtr gate --spec {verdict.spec}"
     return f"pytest {verdict.id}"

@@ -300,7 +300,7 @@ class _Bench:
                 buffer.fill(content)
         except Exception as error:
             raise Fault(
-                Status.CRASHED, f"the case's tensors do not fit on the device: {_told(error)}"
+                Status.CRASHED, f"the case's tensors cannot be put on the device: {_told(error)}"
             ) from error
 
     def arguments(self, *, second: bool) -> dict[str, Any]:
@@ -434,7 +434,8 @@ def _launch_on_gpu(
     start, end = cuda.event(timing=True), cuda.event(timing=True)
     deadline = time.monotonic() + limit_s
     start.record()
-    returned = launcher(**keywords)
+    with _alarm(limit_s):
+        returned = launcher(**keywords)
     end.record()
     while not end.query():
         if time.monotonic() > deadline:
@@ -449,7 +450,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
     """Raise a TIMEOUT in Python code that runs longer; the main thread alone can be interrupted."""
 
     def ring(_signal: int, _frame: FrameType | None) -> None:
-        raise Fault(Status.TIMEOUT, f"the simulator was not done after {limit_s:g} s")
+        raise Fault(Status.TIMEOUT, f"the launcher was not done after {limit_s:g} s")
 
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         yield

@@ -1,0 +1,64 @@
+"""Ten broken kernels, and the three right ones they come from, each judged in the simulator."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from harness import report, run, spec
+from harness.report import Status
+
+SPECS = Path(__file__).parent / "broken" / "specs"
+
+TEN = [
+    ("rms_norm", "wrong_tail", Status.WRONG, "all of them within [0:3, 32:40]"),
+    ("rms_norm", "unwritten_column", Status.UNWRITTEN, "all of them within [0:3, 39]"),
+    ("rms_norm", "past_the_end", Status.OUT_OF_BOUNDS, "index 120 is out of bounds"),
+    ("rms_norm", "input_changed", Status.MUTATED_INPUT, "x was changed by the launcher"),
+    ("rms_norm", "alias_returned", Status.ALIASED, "that is the memory of x"),
+    ("rms_norm", "nan", Status.NONFINITE, "first at (0, 0): got nan"),
+    ("gemm", "nibble_order", Status.WRONG, "times the bound"),
+    ("gemm", "neighbour_group", Status.WRONG, "times the bound"),
+    ("gemm", "dropped_last_tile", Status.WRONG, "times the bound"),
+    ("attention", "sibling_leak", Status.WRONG, "times the bound"),
+]
+
+
+def cases(name):
+    loaded = spec.load(SPECS / f"{name}.toml")
+    return [(loaded, case) for case in loaded.cases.values()]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gemm", "attention"])
+def test_without_its_fault_each_kernel_passes(name, tmp_path):
+    for loaded, case in cases(name):
+        verdict = run.run_case(loaded, case, cache_dir=tmp_path)
+        assert verdict.status is Status.PASSED, report.failure_text(verdict)
+        assert verdict.headroom is None or verdict.headroom < 0.5
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gemm", "attention"])
+def test_every_input_of_the_small_specs_matters(name):
+    loaded = spec.load(SPECS / f"{name}.toml")
+    assert run.run_case(loaded, spec.GOLDEN).status is Status.PASSED
+
+
+@pytest.mark.parametrize(("name", "fault", "status", "said"), TEN, ids=[t[1] for t in TEN])
+def test_a_broken_kernel_gets_the_right_verdict(name, fault, status, said, tmp_path):
+    kernel = importlib.import_module(f"broken.{name}").launcher(fault)
+    for loaded, case in cases(name):
+        verdict = run.run_case(loaded, case, kernel=kernel, cache_dir=tmp_path)
+        text = report.failure_text(verdict)
+        assert verdict.status is status, text
+        assert said in text or case.exact
+        assert f"kdtr gate --spec {name} --kernel" in text
+
+
+def test_all_ten_are_here():
+    faults = {
+        (n, f)
+        for n in ("rms_norm", "gemm", "attention")
+        for f in importlib.import_module(f"broken.{n}").FAULTS
+    }
+    assert faults == {(name, fault) for name, fault, *_ in TEN}
+    assert len(faults) == 10

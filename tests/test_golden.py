@@ -1,0 +1,523 @@
+"""Oracles that lie, caches that rot, manifests that drift."""
+
+import multiprocessing
+import os
+import sys
+import tomllib
+import types
+from importlib.machinery import ModuleSpec
+
+import ml_dtypes
+import numpy as np
+import pytest
+from broken.scale import SPEC, inputs, reference
+
+from harness import golden, sources, spec
+from harness.report import Fault, Status
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load((old, new), ...) reads the scale spec with text replaced."""
+
+    def load(*changes, name="scale"):
+        text = SPEC
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / "specs" / f"{name}.toml"
+        path.parent.mkdir(exist_ok=True)
+        (tmp_path / "goldens").mkdir(exist_ok=True)
+        path.write_text(text)
+        return spec.load(path)
+
+    return load
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch, load):
+    """make(reference=..., inputs=...) makes the golden of an oracle of these functions."""
+
+    def make(*changes, reference=reference, inputs=inputs, **attributes):
+        module = types.ModuleType("oracle_of_this_test")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        vars(module).update(inputs=inputs, reference=reference, **attributes)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        loaded = load(('reference = "broken.scale"', f'reference = "{module.__name__}"'), *changes)
+        return golden._build(loaded, loaded.cases["small"], None, None)
+
+    return make
+
+
+def test_a_golden_has_inputs_and_float64_values(make):
+    made = make()
+    assert made.inputs["x"].dtype == np.float32
+    assert made.expected["y"].dtype == np.float64
+    assert np.array_equal(made.expected["y"], made.inputs["x"].astype(np.float64) * 3.0)
+
+
+def test_cases_and_specs_draw_different_numbers_and_the_same_every_time(load):
+    two = load(("[cases]", "[cases]\nother = { rows = 3 }"))
+    a, b = (golden._build(two, case, None, None).inputs["x"] for case in two.cases.values())
+    again = golden._build(two, two.cases["other"], None, None).inputs["x"]
+    renamed = load(name="scale2")
+    c = golden._build(renamed, renamed.cases["small"], None, None).inputs["x"]
+    assert np.array_equal(a, again)
+    assert not np.array_equal(a, b)
+    assert not np.array_equal(b, c)
+
+
+# -- double entry: spec and oracle must say the same ---------------------------------------------
+
+
+def x_is(array):
+    return lambda rng: {"x": array}
+
+
+def y_is(array, **more):
+    return lambda *, x: {"y": array, **more}
+
+
+SHAPE = (3, 8)
+RAMP = np.arange(24.0).reshape(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": x_is(np.ones((8, 3), np.float32))}, "x has shape (8, 3), the spec says (3, 8)"),
+        ({"inputs": x_is(np.ones(SHAPE))}, "x is float64, expected float32"),
+        ({"inputs": x_is([[1.0]])}, "x is a list, not an array"),
+        ({"inputs": lambda rng: {}}, "inputs lacks x"),
+        ({"inputs": lambda rng: {"x": RAMP, "w": 0}}, "returns w, not in the spec"),
+        ({"inputs": lambda rng: None}, "returned NoneType, not a dict"),
+        ({"inputs": lambda rng: 1 / 0}, "ZeroDivisionError: division by zero (test_golden.py:"),
+        ({"reference": y_is(RAMP.astype(np.float32))}, "y is float32, expected float64"),
+        ({"reference": y_is(RAMP[:2])}, "y has shape (2, 8)"),
+        ({"reference": y_is(RAMP, z=RAMP)}, "returns z, not in the spec"),
+        ({"reference": lambda *, x: {}}, "reference lacks y"),
+    ],
+)
+def test_an_oracle_that_contradicts_the_spec_is_a_golden_error(make, change, said):
+    with pytest.raises(Fault) as caught:
+        make(**change)
+    assert caught.value.status is Status.GOLDEN_ERROR
+    assert said in caught.value.message
+
+
+def test_an_oracle_that_asks_for_what_the_spec_lacks_is_a_spec_error(make):
+    with pytest.raises(Fault) as caught:
+        make(reference=lambda *, x, eps: {"y": RAMP})
+    assert caught.value.status is Status.SPEC_ERROR
+    assert "asks for eps; the spec gives x, factor" in caught.value.message
+
+
+def test_an_oracle_without_its_functions_is_a_spec_error(make):
+    with pytest.raises(Fault, match="has no function reference"):
+        make(reference=None)
+
+
+def test_an_oracle_with_open_keywords_gets_all_of_them(make):
+    seen = {}
+
+    def everything(rng, **keywords):
+        seen.update(keywords)
+        return {"x": np.ones(SHAPE, np.float32) * rng.uniform(SHAPE).astype(np.float32)}
+
+    make(inputs=everything)
+    assert set(seen) == {"columns", "rows", "factor", "exact", "weights", "config"}
+
+
+def test_an_oracle_that_changes_its_inputs_is_a_golden_error(make):
+    def in_place(*, x):
+        x *= 2
+        return {"y": x.astype(np.float64)}
+
+    with pytest.raises(Fault, match="changes its input x"):
+        make(reference=in_place)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
+def test_an_undeclared_nan_or_infinity_is_a_golden_error(make, value):
+    """1e39 is finite in float64 and infinite in float32."""
+    want = RAMP.copy()
+    want[2, 1] = value
+    with pytest.raises(Fault, match="1 elements that are NaN or infinite in float32") as caught:
+        make(reference=y_is(want))
+    assert caught.value.status is Status.GOLDEN_ERROR
+    make(("ulp = 1", "ulp = 1, nonfinite = true"), reference=y_is(want))
+
+
+INTEGER = ('dtype = "float32", match = { ulp = 1 }', 'dtype = "int8", match = "exact"')
+
+
+def test_an_integer_golden_must_fit_its_dtype(make):
+    make(INTEGER, reference=y_is(RAMP.astype(np.int64)))
+    with pytest.raises(Fault, match="does not fit into int8"):
+        make(INTEGER, reference=y_is(RAMP.astype(np.int64) + 120))
+    with pytest.raises(Fault, match="y is float64"):
+        make(INTEGER, reference=y_is(RAMP))
+
+
+def test_an_exact_copy_may_be_given_in_its_own_dtype(make):
+    exact = ("match = { ulp = 1 }", 'match = "exact"')
+    make(exact, reference=lambda *, x: {"y": x.copy()})
+    with pytest.raises(Fault, match="expected float64"):
+        make(reference=lambda *, x: {"y": x.copy()})
+
+
+DOT = ("{ ulp = 1 }", '{ bound = "dot", terms = 8, slack = 2 }')
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "said"),
+    [
+        (None, "lacks y.magnitude"),
+        (RAMP[:1], "y.magnitude has shape"),
+        (RAMP - 1, "y.magnitude is negative or NaN"),
+        (RAMP * np.nan, "y.magnitude is negative or NaN"),
+        (RAMP * 0.99, "y.magnitude is smaller than |y|"),
+    ],
+)
+def test_a_bound_needs_a_sensible_magnitude(make, magnitude, said):
+    more = {} if magnitude is None else {"y.magnitude": magnitude}
+    with pytest.raises(Fault) as caught:
+        make(DOT, reference=y_is(RAMP, **more))
+    assert said in caught.value.message
+
+
+def test_an_exact_case_needs_no_magnitude(make):
+    make(DOT, ("sim = true", "exact = true"), reference=y_is(RAMP))
+
+
+# -- goldens that say nothing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0])
+def test_a_constant_golden_is_vacuous_unless_declared(make, value):
+    with pytest.raises(Fault) as caught:
+        make(reference=y_is(np.full(SHAPE, value)))
+    assert caught.value.status is Status.VACUOUS
+    assert f"is {value} everywhere" in caught.value.message
+    make(("sim = true", 'constant = "padding"'), reference=y_is(np.full(SHAPE, value)))
+
+
+def test_an_empty_golden_is_vacuous(make):
+    with pytest.raises(Fault, match="is empty") as caught:
+        make(("rows = 3", "rows = 0"), reference=y_is(np.empty((0, 8))),
+             inputs=x_is(np.empty((0, 8), np.float32)))  # fmt: skip
+    assert caught.value.status is Status.VACUOUS
+
+
+def test_a_golden_equal_to_the_initial_value_is_vacuous(make):
+    changes = (
+        ('[inputs]\nx = { shape = ["rows", "columns"], dtype = "float32" }\n', ""),
+        ("y = {", "x = { inout = true,"),
+    )
+    make(*changes, reference=lambda *, x: {"x": x.astype(np.float64) + 1})
+    with pytest.raises(Fault, match="equal to its initial value") as caught:
+        make(*changes, reference=lambda *, x: {"x": x.astype(np.float64)})
+    assert caught.value.status is Status.VACUOUS
+
+
+def test_one_constant_integer_output_beside_another_is_no_fault(make):
+    counts = ("[cases]", 'n = { shape = ["rows"], dtype = "int32", match = "exact" }\n[cases]')
+    make(counts, reference=y_is(RAMP, n=np.ones(3, np.int64)))
+
+
+def test_sensitivity_finds_the_input_that_is_ignored(load, monkeypatch):
+    from broken import scale
+
+    monkeypatch.setattr(
+        scale, "inputs", lambda rng: {"x": RAMP.astype(np.float32), "w": np.ones(2, np.int32)}
+    )
+    loaded = load(("[outputs]", 'w = { shape = [2], dtype = "int32" }\n[outputs]'))
+    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "w": False}
+    assert golden.insensitive(loaded) == ["w"]
+
+
+def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
+    from broken import scale
+
+    def particular(*, x, factor):
+        if (x > 1).any():
+            raise ValueError("x is out of range")
+        return {"y": RAMP}
+
+    monkeypatch.setattr(scale, "reference", particular)
+    loaded = load()
+    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True}
+
+
+# -- the cache -----------------------------------------------------------------------------------
+
+
+def entries(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+def made_with_calls(loaded, folder, monkeypatch):
+    from broken import scale
+
+    calls = []
+
+    def counted(**keywords):
+        calls.append(1)
+        return reference(**keywords)
+
+    counted.__signature__ = __import__("inspect").signature(reference)
+    monkeypatch.setattr(scale, "reference", counted)
+    made = golden.make(loaded, loaded.cases["small"], cache_dir=folder)
+    return made, len(calls)
+
+
+def test_a_golden_is_made_once(load, tmp_path, monkeypatch):
+    first, calls = made_with_calls(load(), tmp_path / "c", monkeypatch)
+    assert calls == 1
+    second, calls = made_with_calls(load(), tmp_path / "c", monkeypatch)
+    assert calls == 0
+    assert np.array_equal(first.expected["y"], second.expected["y"])
+    assert second.notes == ()
+
+
+def test_bfloat16_bool_and_empty_arrays_survive_the_cache(tmp_path):
+    arrays = {
+        "a": np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3),
+        "b": np.array([True, False]),
+        "c": np.empty((0, 4), np.uint32),
+        "d": np.array([[np.nan, -0.0]]),
+    }
+    path = tmp_path / "x.safetensors"
+    golden._write_cache(path, golden.Golden(arrays, {}, {}), "")
+    read, note = golden._read_cache(path)
+    assert note == ""
+    for name, array in arrays.items():
+        assert read.inputs[name].dtype == array.dtype
+        assert read.inputs[name].shape == array.shape
+        assert golden.digest(read.inputs[name]) == golden.digest(array)
+
+
+def test_a_changed_spec_has_another_golden(load, tmp_path, monkeypatch):
+    made_with_calls(load(), tmp_path / "c", monkeypatch)
+    made, calls = made_with_calls(
+        load(("factor = 3.0", "factor = 4.0")), tmp_path / "c", monkeypatch
+    )
+    assert calls == 1
+    assert np.array_equal(made.expected["y"], made.inputs["x"].astype(np.float64) * 4.0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "swap"])
+def test_a_damaged_entry_is_noticed_and_made_again(load, tmp_path, monkeypatch, damage):
+    made_with_calls(load(), tmp_path / "c", monkeypatch)
+    (path,) = entries(tmp_path / "c")
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+    elif damage == "truncate":
+        del content[-8:]
+    elif damage == "empty":
+        content.clear()
+    else:
+        content[:] = content.replace(b"expected.y", b"expected.z", 1)
+    path.write_bytes(bytes(content))
+    made, calls = made_with_calls(load(), tmp_path / "c", monkeypatch)
+    assert calls == 1
+    assert "was damaged" in made.notes[0]
+    _, calls = made_with_calls(load(), tmp_path / "c", monkeypatch)
+    assert calls == 0
+
+
+def test_a_disk_that_cannot_be_written_costs_time_only(load, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(golden, "replace_file", full)
+    made, calls = made_with_calls(load(), tmp_path / "c", monkeypatch)
+    assert calls == 1
+    assert "No space left" in made.notes[0]
+    assert entries(tmp_path / "c") == []
+
+
+def _worker(path, folder, queue):
+    loaded = spec.load(path)
+    made = golden.make(loaded, loaded.cases["small"], cache_dir=folder)
+    queue.put((golden.digest(made.expected["y"]), made.notes))
+
+
+def test_two_processes_may_make_the_same_golden(load, tmp_path):
+    loaded = load()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_worker, args=(loaded.path, tmp_path / "c", queue)) for _ in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    answers = {queue.get(timeout=30) for _ in workers}
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    assert len(answers) == 1
+    assert len(entries(tmp_path / "c")) == 1
+
+
+# -- what a verdict depends on -------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A package `mine` with an oracle and a kernel, and a spec that names them."""
+    for name, text in {
+        "mine/__init__.py": "",
+        "mine/oracle.py": "from mine import maths\nFILE = 'capture.npz'\n",
+        "mine/maths.py": "import numpy\n",
+        "mine/kernel.py": "from .parts import helper\n",
+        "mine/parts/__init__.py": "from .deep import helper\n",
+        "mine/parts/deep.py": "def helper(): pass\n",
+        "mine/unrelated.py": "",
+        "specs/op.toml": SPEC.replace("broken.scale:scale", "mine.kernel:k").replace(
+            "broken.scale", "mine.oracle"
+        ),
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [n for n in sys.modules if n.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+def test_the_digest_covers_what_oracle_and_kernel_import(project):
+    loaded = spec.load(project / "specs" / "op.toml")
+    names = [str(p.relative_to(project)) for p in sources.files(loaded)]
+    assert names == [
+        "mine/__init__.py",
+        "mine/kernel.py",
+        "mine/maths.py",
+        "mine/oracle.py",
+        "mine/parts/__init__.py",
+        "mine/parts/deep.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "kernel_only"),
+    [("specs/op.toml", False), ("mine/maths.py", False), ("mine/parts/deep.py", True)],
+)
+def test_any_change_behind_a_verdict_changes_its_digest(project, file, kernel_only):
+    loaded = spec.load(project / "specs" / "op.toml")
+    before, oracle_before = sources.digest(loaded), sources.oracle_digest(loaded)
+    path = project / file
+    path.write_text(path.read_text() + "\n# changed\n")
+    os.utime(path, ns=(1, 1))
+    assert sources.digest(loaded) != before
+    assert (sources.oracle_digest(loaded) == oracle_before) == kernel_only
+
+
+def test_what_is_not_imported_does_not_count(project):
+    loaded = spec.load(project / "specs" / "op.toml")
+    before = sources.digest(loaded)
+    (project / "mine/unrelated.py").write_text("changed = 1\n")
+    assert sources.digest(loaded) == before
+
+
+# -- the manifest --------------------------------------------------------------------------------
+
+
+def manifest(tmp_path):
+    return tomllib.loads((tmp_path / "goldens" / "manifest.toml").read_text())
+
+
+def test_what_was_generated_verifies(load, tmp_path):
+    loaded = load()
+    assert golden.verify([loaded]) == ["specs/scale.toml::small: not in manifest.toml"]
+    assert golden.generate([loaded], "first") == ["specs/scale.toml::small: new"]
+    assert golden.verify([loaded]) == []
+    assert manifest(tmp_path)["scale"]["small"]["reason"] == "first"
+    assert golden.generate([loaded], "nothing new") == []
+    assert manifest(tmp_path)["scale"]["small"]["reason"] == "first"
+
+
+def test_other_inputs_and_moved_outputs_are_differences(load, monkeypatch):
+    from broken import scale
+
+    loaded = load()
+    golden.generate([loaded], "first")
+    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.float64(3.0 + 3e-8)})
+    (moved,) = golden.verify([loaded])
+    assert "output y moved by" in moved
+    monkeypatch.setattr(scale, "reference", reference)
+    monkeypatch.setattr(
+        scale, "inputs", lambda rng, rows, columns: {"x": rng.signs((rows, columns)).astype("f4")}
+    )
+    assert "specs/scale.toml::small: input x has other bytes" in golden.verify([loaded])
+
+
+def test_rounding_in_another_order_is_no_difference(load, monkeypatch):
+    from broken import scale
+
+    loaded = load()
+    golden.generate([loaded], "first")
+    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.float64(3.0 + 1e-14)})
+    assert golden.verify([loaded]) == []
+
+
+def test_integer_outputs_are_exact(load, monkeypatch):
+    from broken import scale
+
+    answer = np.arange(24).reshape(3, 8)
+    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": answer})
+    loaded = load(INTEGER)
+    golden.generate([loaded], "first")
+    answer[2, 7] += 1
+    assert golden.verify([loaded]) == ["specs/scale.toml::small: output y has other bytes"]
+
+
+def test_entries_without_spec_or_case_are_differences_and_go(load, tmp_path):
+    golden.generate([load(), load(name="gone"), load(("small", "old"), name="kept")], "first")
+    (tmp_path / "specs" / "gone.toml").unlink()
+    kept = load(name="kept")
+    assert golden.verify([kept]) == [
+        "gone: no such spec",
+        "specs/kept.toml::old: no such case",
+        "specs/kept.toml::small: not in manifest.toml",
+    ]
+    golden.generate([kept], "renamed")
+    assert {s: list(cases) for s, cases in manifest(tmp_path).items()} == {
+        "kept": ["small"],
+        "scale": ["small"],
+    }
+
+
+def test_a_broken_oracle_is_a_difference_and_generates_nothing(load, tmp_path, monkeypatch):
+    from broken import scale
+
+    loaded = load()
+    golden.generate([loaded], "first")
+    before = (tmp_path / "goldens" / "manifest.toml").read_bytes()
+    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.nan})
+    assert "GOLDEN_ERROR" in golden.verify([loaded])[0]
+    with pytest.raises(Fault):
+        golden.generate([loaded], "the oracle's failure is no golden")
+    assert (tmp_path / "goldens" / "manifest.toml").read_bytes() == before
+
+
+def test_generation_needs_a_reason_and_one_process(load, monkeypatch):
+    with pytest.raises(ValueError, match="reason"):
+        golden.generate([load()], "  ")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    with pytest.raises(PermissionError, match="parallel"):
+        golden.generate([load()], "a reason")
+
+
+def test_a_fingerprint_sees_a_swap_and_one_wrong_element():
+    rng = np.random.Generator(np.random.PCG64(1))
+    values = rng.standard_normal((100, 100))
+    rms, mean, projection = golden.fingerprint(values)
+    swapped = values.copy()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert golden.fingerprint(swapped)[0] == pytest.approx(rms)
+    assert abs(golden.fingerprint(swapped)[2] - projection) > 1e-6
+    values[50, 50] += 1e-3
+    assert abs(golden.fingerprint(values)[1] - mean) > 1e-9

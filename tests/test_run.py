@@ -1,0 +1,365 @@
+"""What the harness sees of a launcher that misbehaves. On a GPU or in the simulator."""
+
+import sys
+import time
+import types
+from importlib.machinery import ModuleSpec
+
+import numpy as np
+import pytest
+from broken.scale import SPEC, inputs, scale
+
+from harness import golden, report, run, spec
+from harness.report import Fault, Status
+
+simulator_only = pytest.mark.skipif(
+    "not __import__('harness.run', fromlist=['x']).simulated()",
+    reason="reaches behind the arrays of the simulator",
+)
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """judge(kernel, old=new, ...) runs case `small` of the scale spec, with text replaced."""
+
+    def judge(kernel=None, *changes, case="small"):
+        text = SPEC
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / "specs" / "scale.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        loaded = spec.load(path)
+        return run.run_case(loaded, loaded.cases[case], kernel=kernel, cache_dir=tmp_path / "c")
+
+    return judge
+
+
+def test_a_right_launcher_passes_and_is_timed(judge):
+    verdict = judge()
+    assert verdict.status is Status.PASSED, report.failure_text(verdict)
+    assert (verdict.id, verdict.stage) == ("specs/scale.toml::small", "kernel")
+    assert verdict.kernel == "broken.scale:scale"
+    assert verdict.time_us > 0
+    assert verdict.headroom == 0.0
+    assert verdict.device == run.device_name()
+    assert len(verdict.digest) == 64
+
+
+def test_a_launcher_may_be_given_by_name(judge):
+    verdict = judge("broken.scale:scale")
+    assert verdict.status is Status.PASSED
+    assert verdict.replaced
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    """oracle(reference) makes an oracle of that function and scale's inputs; returns its name."""
+
+    def make(reference):
+        module = types.ModuleType("oracle_of_this_test")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        module.inputs, module.reference = inputs, reference
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return ('reference = "broken.scale"', f'reference = "{module.__name__}"')
+
+    return make
+
+
+# -- written elsewhere, or not at all ------------------------------------------------------------
+
+
+def test_a_launcher_that_does_nothing_leaves_the_poison(judge):
+    def nothing(x, *, factor, y):
+        pass
+
+    verdict = judge(nothing)
+    assert verdict.status is Status.UNWRITTEN
+    assert (verdict.outputs[0].wrong, verdict.outputs[0].total) == (24, 24)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "bool"])
+def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, dtype, second):
+    """Any byte may be right for an integer: only two poisons can tell."""
+    bits = np.full((3, 8), run.poison(dtype, second), f"u{np.dtype(dtype).itemsize}")
+    answer = bits.view(dtype)
+
+    def constant(x, *, factor, y):
+        y.copy_to_device(answer)
+
+    verdict = judge(
+        constant,
+        ('dtype = "float32", match = { ulp = 1 }', f'dtype = "{dtype}", match = "exact"'),
+        ("sim = true", 'sim = true, constant = "the poison"'),
+        oracle(lambda *, x: {"y": answer}),
+    )
+    assert verdict.status is Status.PASSED, report.failure_text(verdict)
+
+
+@pytest.mark.parametrize("dtype", list(spec.DTYPES))
+def test_the_two_poisons_differ_and_floats_are_nan(dtype):
+    kind = spec.DTYPES[dtype]
+    patterns = [run.poison(dtype, second) for second in (False, True)]
+    assert patterns[0] != patterns[1]
+    values = np.array(patterns, f"u{kind.itemsize}").view(kind)
+    assert dtype not in spec.FLOATS or np.isnan(values).all()
+
+
+@simulator_only
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (-1, "1 bytes before the start of y, last at element -1"),
+        (-5, "1 bytes before the start of y, last at element -2"),
+        (96, "1 bytes behind the end of y, first at element end + 0"),
+        (97, "1 bytes behind the end of y, first at element end + 0"),
+        (104, "1 bytes behind the end of y, first at element end + 2"),
+    ],
+)
+def test_one_byte_outside_is_seen(judge, at, said):
+    def outside(x, *, factor, y):
+        scale(x, factor=factor, y=y)
+        y._ary.base[run.GUARD + at] ^= 1
+
+    verdict = judge(outside)
+    assert verdict.status is Status.OUT_OF_BOUNDS, report.failure_text(verdict)
+    assert said in verdict.message
+
+
+@simulator_only
+def test_scratch_and_inputs_are_guarded_too(judge):
+    def outside(x, *, factor, y, partial):
+        scale(x, factor=factor, y=y)
+        partial._ary.base[run.GUARD - 1] ^= 1
+
+    verdict = judge(
+        outside,
+        ("[cases]", '[scratch]\npartial = { shape = [4], dtype = "float32" }\n[cases]'),
+    )
+    assert verdict.status is Status.OUT_OF_BOUNDS, report.failure_text(verdict)
+    assert "partial" in verdict.message
+
+
+def test_a_changed_input_is_seen(judge):
+    def changes(x, *, factor, y):
+        scale(x, factor=factor, y=y)
+        host = x.copy_to_host()
+        host[2, 7] += 1
+        x.copy_to_device(host)
+
+    verdict = judge(changes)
+    assert verdict.status is Status.MUTATED_INPUT
+    assert "1 of 24 elements, first at (2, 7)" in verdict.message
+
+
+def test_a_returned_array_is_no_result(judge):
+    def returns_input(x, *, factor, y):
+        scale(x, factor=factor, y=y)
+        return x
+
+    def returns_new(x, *, factor, y):
+        return x.copy_to_host() * factor
+
+    assert "that is the memory of x" in judge(returns_input).message
+    verdict = judge(returns_new)
+    assert verdict.status is Status.ALIASED
+    assert "returned a ndarray; it must write into the outputs" in verdict.message
+
+
+def test_a_kernel_that_reads_its_poisoned_output_is_seen(judge):
+    def accumulates(x, *, factor, y):
+        y.copy_to_device(y.copy_to_host() + x.copy_to_host() * np.float32(factor))
+
+    assert judge(accumulates).status in (Status.UNWRITTEN, Status.NONFINITE)
+
+
+def test_an_inout_output_starts_from_its_initial_value_in_both_runs(judge, oracle):
+    def adds(*, factor, x):
+        x.copy_to_device(x.copy_to_host() + np.float32(factor))
+
+    changes = (
+        ('[inputs]\nx = { shape = ["rows", "columns"], dtype = "float32" }\n', ""),
+        ("y = {", "x = { inout = true,"),
+        oracle(lambda *, x, factor: {"x": x.astype(np.float64) + factor}),
+    )
+    assert judge(adds, *changes).status is Status.PASSED
+    verdict = judge(lambda *, factor, x: None, *changes)
+    assert verdict.status is Status.WRONG
+
+
+def test_a_second_run_with_other_bits_is_seen(judge):
+    calls = []
+
+    def drifts(x, *, factor, y):
+        calls.append(1)
+        result = x.copy_to_host() * np.float32(factor)
+        if len(calls) == 2:
+            result[1, 3] = np.nextafter(result[1, 3], np.float32(9))
+        y.copy_to_device(result)
+
+    verdict = judge(drifts)
+    assert verdict.status is Status.NONDETERMINISTIC
+    assert verdict.outputs[0].first == (1, 3)
+
+
+def test_a_result_remembered_from_the_first_run_is_stale_not_right(judge):
+    """A launcher that works once and then does nothing must not live on old memory."""
+    calls = []
+
+    def once(x, *, factor, y):
+        if not calls:
+            scale(x, factor=factor, y=y)
+        calls.append(1)
+
+    assert judge(once).status is Status.NONDETERMINISTIC
+
+
+# -- exceptions ----------------------------------------------------------------------------------
+
+
+def test_an_exception_is_a_crash_that_names_its_line(judge):
+    def raises(x, *, factor, y):
+        raise ValueError("x has dtype float32, expected bfloat16")
+
+    verdict = judge(raises)
+    assert verdict.status is Status.CRASHED
+    assert "ValueError: x has dtype float32" in verdict.message
+    assert "test_run.py:" in verdict.message
+    assert not verdict.lost
+
+
+def test_an_index_error_of_the_host_code_is_a_crash(judge):
+    def raises(x, *, factor, y):
+        return [][1]
+
+    assert judge(raises).status is Status.CRASHED
+
+
+def test_undeclared_refusal_is_a_crash_that_says_how_to_declare_it(judge):
+    def refuses(x, *, factor, y):
+        raise NotImplementedError("rows > 2")
+
+    verdict = judge(refuses)
+    assert verdict.status is Status.CRASHED
+    assert 'unsupported = "why"' in verdict.message
+
+
+def test_a_declared_refusal_is_unsupported(judge):
+    def refuses(x, *, factor, y):
+        raise NotImplementedError("rows > 2")
+
+    declared = ("sim = true", 'sim = true, unsupported = "one warp a row"')
+    verdict = judge(refuses, declared)
+    assert verdict.status is Status.UNSUPPORTED
+    assert verdict.ok
+    assert "one warp a row (rows > 2)" in verdict.message
+
+
+def test_a_stale_declaration_fails(judge):
+    verdict = judge(None, ("sim = true", 'sim = true, unsupported = "one warp a row"'))
+    assert verdict.status is Status.SPEC_ERROR
+
+
+def test_a_refusal_must_say_not_implemented(judge):
+    def crashes(x, *, factor, y):
+        raise ZeroDivisionError
+
+    verdict = judge(crashes, ("sim = true", 'sim = true, unsupported = "one warp a row"'))
+    assert verdict.status is Status.CRASHED
+
+
+def test_a_launcher_that_hangs_is_timed_out(judge):
+    def hangs(x, *, factor, y):
+        while True:
+            time.sleep(0.01)
+
+    start = time.monotonic()
+    verdict = judge(hangs, ("sim = true", "sim = true, timeout_s = 0.2"))
+    assert verdict.status is Status.TIMEOUT
+    assert time.monotonic() - start < 2
+
+
+def test_a_module_that_cannot_be_imported_is_a_crash(judge, tmp_path, monkeypatch):
+    (tmp_path / "bad_kernel.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    verdict = judge("bad_kernel:scale")
+    assert verdict.status is Status.CRASHED
+    assert "no_such_library" in verdict.message
+
+
+def test_a_missing_function_is_a_spec_error(judge):
+    verdict = judge("broken.scale:scales")
+    assert verdict.status is Status.SPEC_ERROR
+    assert "has no function 'scales'" in verdict.message
+
+
+# -- the signature -------------------------------------------------------------------------------
+
+
+def test_every_difference_of_the_signature_is_named(judge):
+    def other(x, y, weight):
+        pass
+
+    verdict = judge(other)
+    assert verdict.status is Status.SPEC_ERROR
+    for said in (
+        "lacks factor",
+        "does not have weight",
+        "y is written to and must be keyword-only",
+    ):
+        assert said in verdict.message
+
+
+def test_keywords_of_any_name_do_not_stand_for_the_names(judge):
+    def catches_all(*args, **kwargs):
+        pass
+
+    assert judge(catches_all).status is Status.SPEC_ERROR
+
+
+# -- stage golden --------------------------------------------------------------------------------
+
+
+def test_stage_golden_compares_the_reference_with_a_witness(judge, monkeypatch):
+    from broken import scale as oracle
+
+    changes = [('stage     = "kernel"\nkernel    = "broken.scale:scale"', 'stage = "golden"')]
+    verdict = judge(None, *changes)
+    assert verdict.status is Status.SPEC_ERROR
+    assert "has no function witness" in verdict.message
+
+    def witness(*, x, factor):
+        return {"y": x.astype(np.float64) * factor}
+
+    monkeypatch.setattr(oracle, "witness", witness, raising=False)
+    verdict = judge(None, *changes)
+    assert (verdict.status, verdict.device) == (Status.PASSED, "host")
+
+    monkeypatch.setattr(oracle, "witness", lambda *, x: {"y": x.astype(np.float64) * 2})
+    assert judge(None, *changes).status is Status.WRONG
+
+
+def test_an_input_that_no_golden_depends_on_is_vacuous(judge, monkeypatch, tmp_path):
+    from broken import scale as oracle
+
+    monkeypatch.setattr(oracle, "reference", lambda *, x: {"y": np.arange(24.0).reshape(3, 8)})
+    judge()
+    loaded = spec.load(tmp_path / "specs" / "scale.toml")
+    verdict = run.run_case(loaded, spec.GOLDEN)
+    assert (verdict.id, verdict.stage) == ("specs/scale.toml::golden", "golden")
+    assert verdict.status is Status.VACUOUS
+    assert "x is perturbed" in verdict.message
+
+
+def test_execute_works_without_a_verdict(judge, tmp_path):
+    """From a REPL: the golden, what came out, no pytest and no report."""
+    judge()
+    loaded = spec.load(tmp_path / "specs" / "scale.toml")
+    case = loaded.cases["small"]
+    made = golden.make(loaded, case, cache_dir=tmp_path / "c")
+    actual = run.execute(loaded, case, made)
+    assert np.array_equal(actual.outputs["y"], made.inputs["x"] * np.float32(3))
+    with pytest.raises(Fault):
+        run.execute(loaded, case, made, kernel=lambda x: None)
