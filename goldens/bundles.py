@@ -1,0 +1,291 @@
+"""The small models: configurations, weights from a seed, prompts, golden tokens.
+
+tiny       4 layers (1 dense), 8 experts top-2, the shape of the pinned sample.
+tiny2      6 layers (2 dense), 6 experts top-3, other head sizes.
+tiny_k26   tiny by the public checkpoints' rule: only routed experts are INT4.
+k26_sample the pinned checkpoint in public format (goldens/pinned/ORIGIN.md).
+
+`tiny-fp32` and `tiny-int4` come from the same float32 weights: in the INT4 model the experts, the
+shared expert and the dense MLP are quantised (84 matrices in tiny, 90 in tiny2) and everything
+else but the router bias is rounded to bf16.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from goldens.forward import greedy
+from goldens.model import Weights
+from goldens.numerics import BF16, Stream, pack_int4, quantise, round_to
+
+NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_sample")
+PINNED = Path(__file__).parent / "pinned"
+STEPS = 64  # golden tokens a prompt
+_PROMPTS = {"tiny": (0, 1, 2), "tiny2": (0, 1, 2)}
+_PROMPT_LENGTHS = (5, 8, 13)
+LORA_EPS = 1e-6  # the default in DeepSeek's modeling file; config.json does not carry it
+
+_ROPE_SCALING = {
+    "type": "yarn",
+    "factor": 64.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+_COMMON = {
+    "model_type": "kimi_k2",
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "lora_rms_norm_eps": LORA_EPS,
+    "rope_theta": 50000.0,
+    "rope_scaling": _ROPE_SCALING,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_SHAPES = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    },
+    "tiny2": {
+        "vocab_size": 384,
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 2,
+        "num_attention_heads": 6,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 4096,
+    },
+    "k26": {
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 262144,
+    },
+}
+_QUANTISED = {  # suffix of a bundle's name -> matrices that are INT4
+    "fp32": re.compile(r"(?!)"),
+    "int4": re.compile(r".*\.mlp\.(experts\.\d+\.|shared_experts\.|)(gate|up|down)_proj"),
+    "k26": re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj"),
+}
+
+
+def config(name: str) -> dict[str, Any]:
+    """A fresh config by bundle or shape name ("k26" too), with the public config.json's keys."""
+    if name == "k26_sample":
+        text = json.loads((PINNED / "config.json").read_text(encoding="utf-8"))["text_config"]
+        return {**text, "lora_rms_norm_eps": LORA_EPS}
+    shape, _ = _split(name)
+    made = {**_COMMON, **_SHAPES[shape]}
+    return {
+        **made,
+        "num_key_value_heads": made["num_attention_heads"],
+        "rope_scaling": dict(_ROPE_SCALING),
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Shape and rule of quantisation: tiny-int4 -> tiny, int4."""
+    if name not in NAMES and name not in _SHAPES:
+        raise KeyError(f"no bundle {name!r}; there are {', '.join(NAMES)}")
+    shape, _, rule = name.replace("_k26", "-k26").partition("-")
+    return shape, rule
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a model that is not quantised, in checkpoint order."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    q_lora, rank = config["q_lora_rank"], config["kv_lora_rank"]
+    nope, rope_dim = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    v, experts = config["v_head_dim"], config["n_routed_experts"]
+
+    def mlp(name: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.gate_proj.weight", (inner, hidden)
+        yield f"{name}.up_proj.weight", (inner, hidden)
+        yield f"{name}.down_proj.weight", (hidden, inner)
+
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        yield f"{name}.input_layernorm.weight", (hidden,)
+        yield f"{name}.self_attn.q_a_proj.weight", (q_lora, hidden)
+        yield f"{name}.self_attn.q_a_layernorm.weight", (q_lora,)
+        yield f"{name}.self_attn.q_b_proj.weight", (heads * (nope + rope_dim), q_lora)
+        yield f"{name}.self_attn.kv_a_proj_with_mqa.weight", (rank + rope_dim, hidden)
+        yield f"{name}.self_attn.kv_a_layernorm.weight", (rank,)
+        yield f"{name}.self_attn.kv_b_proj.weight", (heads * (nope + v), rank)
+        yield f"{name}.self_attn.o_proj.weight", (hidden, heads * v)
+        yield f"{name}.post_attention_layernorm.weight", (hidden,)
+        if layer < config["first_k_dense_replace"]:
+            yield from mlp(f"{name}.mlp", config["intermediate_size"])
+            continue
+        yield f"{name}.mlp.gate.weight", (experts, hidden)
+        yield f"{name}.mlp.gate.e_score_correction_bias", (experts,)
+        for expert in range(experts):
+            yield from mlp(f"{name}.mlp.experts.{expert}", config["moe_intermediate_size"])
+        inner = config["moe_intermediate_size"] * config["n_shared_experts"]
+        yield from mlp(f"{name}.mlp.shared_experts", inner)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+# Standard deviation of each kind of tensor, times sqrt(inputs) for matrices. Layers add about a
+# third of the residual stream's size, so that rounding errors grow slowly with depth; see prompts.
+_GAIN = {"embed_tokens": 0.6, "o_proj": 0.4, "down_proj": 0.3, "gate": 0.5}
+_TOPIC = 0.8  # share of a token's topic in its embedding
+_AFFINITY = 5.0  # how strongly experts answer to their topics
+_BIAS = 0.05
+
+
+def _seeded(shape_name: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 tensor from its own stream: integers times powers of two, scaled once.
+
+    Each token has a topic, a direction in its embedding that is one of E; each expert of each
+    layer answers to k topics. With gates that are noise alone one choice of experts in ten would
+    be a near-tie that an engine may decide otherwise; so it is one in hundreds.
+    """
+    stream = Stream("bundles", shape_name, name)
+    kind = name.removesuffix(".weight").rpartition(".")[2]
+    bell = stream.bell(shape) * (np.sqrt(3) / 2)  # sd 1
+    if "norm" in kind:
+        return (1 + 0.2 * bell).astype(np.float32)
+    if kind == "e_score_correction_bias":
+        return (_BIAS * bell).astype(np.float32)
+    gain, (rows, columns) = _GAIN.get(kind, 1.0), shape
+    experts = _SHAPES[shape_name]["n_routed_experts"]
+    topics = Stream("bundles", shape_name, "topics").signs((experts, columns))
+    if kind == "embed_tokens":
+        topic = stream.integers(0, experts, rows)
+        return (gain * bell + _TOPIC * topics[topic]).astype(np.float32)
+    matrix = gain / np.sqrt(columns) * bell
+    if kind == "gate":
+        order = stream.permutation(experts)
+        for i in range(_SHAPES[shape_name]["num_experts_per_tok"]):
+            matrix += _AFFINITY / columns * topics[np.roll(order, i)]
+    elif ".mlp." in name:  # groups of unlike size: a neighbour's scale shows
+        groups = matrix.reshape(rows, -1, 32)
+        groups *= stream.choice([0.5, 0.75, 1.0, 1.5], (*groups.shape[:2], 1))
+    return matrix.astype(np.float32)
+
+
+@cache
+def tensors(name: str) -> dict[str, np.ndarray]:
+    """Every tensor of a bundle by name: `<x>.weight`, or `<x>.qw` and `<x>.sc` if INT4.
+
+    Made once a process; the arrays are read-only.
+    """
+    if name == "k26_sample":
+        return _pinned_sample()
+    shape_name, rule = _split(name)
+    if name not in NAMES:
+        raise KeyError(f"{name!r} is a shape without weights; bundles are {', '.join(NAMES)}")
+    made: dict[str, np.ndarray] = {}
+    for tensor, shape in shapes(config(name)):
+        value = _seeded(shape_name, tensor, shape)
+        matrix = tensor.removesuffix(".weight")
+        if _QUANTISED[rule].fullmatch(matrix):
+            q, made[matrix + ".sc"] = quantise(value)
+            made[matrix + ".qw"] = pack_int4(q)
+        elif rule == "fp32" or tensor.endswith("bias"):
+            made[tensor] = value
+        else:
+            made[tensor] = round_to(value, BF16)
+    for value in made.values():
+        value.flags.writeable = False
+    return made
+
+
+def _pinned_sample() -> dict[str, np.ndarray]:
+    """The public format under this project's names; packed words and scales are the file's."""
+    made = {}
+    with safe_open(PINNED / "model.safetensors", "np") as file:
+        for key in file.keys():
+            name = key.removeprefix("language_model.")
+            if not name.endswith("weight_shape"):
+                name = name.replace(".weight_packed", ".qw").replace(".weight_scale", ".sc")
+                made[name] = file.get_tensor(key)
+                made[name].flags.writeable = False
+    return made
+
+
+@cache
+def weights(name: str) -> Weights:
+    """`tensors(name)` as the reference takes them, converted to float64 once a process."""
+    return Weights(tensors(name))
+
+
+# -- prompts and golden tokens ---------------------------------------------------------------------
+
+
+def prompt(shape_name: str, seed: int, length: int) -> np.ndarray:
+    """int32 [length], the candidate prompt number `seed`; never bos or eos."""
+    stream = Stream("bundles", shape_name, "prompt", seed)
+    return stream.integers(2, _SHAPES[shape_name]["vocab_size"], length).astype(np.int32)
+
+
+@cache
+def prompts(name: str) -> list[np.ndarray]:
+    """Three int32 prompts of 5, 8 and 13 tokens; the same for every bundle of one shape."""
+    shape_name = "tiny" if name == "k26_sample" else _split(name)[0]
+    pairs = zip(_PROMPTS[shape_name], _PROMPT_LENGTHS, strict=True)
+    return [prompt(shape_name, seed, length) for seed, length in pairs]
+
+
+@cache
+def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens int32 [3, STEPS] and top-2 margins float64 [3, STEPS] in faithful mode."""
+    made = [greedy(weights(name), config(name), p, STEPS, faithful=True) for p in prompts(name)]
+    return np.stack([tokens for tokens, _ in made]), np.stack([margin for _, margin in made])
