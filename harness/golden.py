@@ -6,6 +6,7 @@ Goldens are kept in a cache by the digest of everything that they depend on. Wha
 goldens/manifest.toml: digests of inputs and integer outputs, fingerprints of float outputs.
 """
 
+import contextlib
 import datetime
 import hashlib
 import importlib
@@ -13,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import time
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +28,7 @@ import numpy as np
 from filelock import FileLock
 
 from harness import sources
+from harness.alarm import time_limit
 from harness.report import Fault, Status, replace_file
 from harness.spec import FLOATS, Case, Output, Spec, SpecError
 
@@ -54,7 +57,7 @@ def make(spec: Spec, case: Case, *, cache_dir: Path | None = None) -> Golden:
     something that the spec does not give, VACUOUS where any kernel, or none, would pass.
     """
     weights, config = bundle(case)
-    path = _cache_path(spec, case, cache_dir)
+    path = _cache_path(spec, case.name, cache_dir)
     golden, note = _read_cache(path)
     if golden is None:
         try:
@@ -294,13 +297,13 @@ def digest(array: np.ndarray) -> str:
 # -- the cache -----------------------------------------------------------------------------------
 
 
-def _cache_path(spec: Spec, case: Case, cache_dir: Path | None) -> Path:
+def _cache_path(spec: Spec, what: str, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         home = os.environ.get("KDTR_CACHE")
         cache_dir = (Path(home) if home else spec.path.resolve().parents[1] / ".cache") / "goldens"
-    parts = (sources.oracle_digest(spec), case.name, np.__version__, ml_dtypes.__version__, "1")
+    parts = (sources.oracle_digest(spec), what, np.__version__, ml_dtypes.__version__, "1")
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return Path(cache_dir) / f"{spec.stem}.{case.name}.{key[:24]}.safetensors"
+    return Path(cache_dir) / f"{spec.stem}.{what}.{key[:24]}.safetensors"
 
 
 def _write_cache(path: Path, golden: Golden, note: str) -> str:
@@ -344,39 +347,50 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
 # -- does the golden depend on its inputs? -------------------------------------------------------
 
 
-def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> dict[str, bool]:
-    """For each input: does the golden change, or the oracle object, when that input is perturbed?
+def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
+    """Inputs that change the golden of no case, asked once for each state of spec and oracle.
 
-    Tried are, until one works: every element changed, the order of elements reversed, one element
-    in the middle changed.
+    Only the simulator's cases are tried, if there are any.
     """
-    golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
-    found = {}
-    for name in golden.inputs if names is None else sorted(names):
-        found[name] = False
-        for changed in _perturbed(golden.inputs[name]):
-            trial = replace(golden, inputs={**golden.inputs, name: changed})
-            try:
-                returned = reference(spec, case, trial)
-            except Fault:  # the oracle looks at this input: a senseless value is refused
-                found[name] = True
-                break
-            if any(
-                digest(np.asarray(returned[n])) != digest(golden.expected[n]) for n in spec.outputs
-            ):
-                found[name] = True
-                break
-    return found
-
-
-def insensitive(spec: Spec) -> list[str]:
-    """Inputs that change the golden of no case. Only the simulator's cases are tried, if any."""
-    left = {*spec.inputs, *(n for n, o in spec.outputs.items() if o.inout)}
+    path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
+    with contextlib.suppress(OSError, ValueError):
+        return list(json.loads(path.read_text(encoding="utf-8")))
+    left = set(spec.inputs)
     cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
     for case in sorted(cases, key=lambda c: sum(map(math.prod, spec.shapes(c).values()))):
         if left:
             left -= {name for name, found in sensitivity(spec, case, left).items() if found}
+    with contextlib.suppress(OSError):
+        replace_file(path, json.dumps(sorted(left)).encode())
     return sorted(left)
+
+
+def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> dict[str, bool]:
+    """For each input: does the golden change, or the oracle object, when that input is perturbed?
+
+    Tried are, until one works: every element changed, the order of elements reversed, one element
+    in the middle changed. An oracle that fails or does not end has looked at its input.
+    """
+    start = time.monotonic()
+    golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
+    limit_s = 5.0 + 10.0 * (time.monotonic() - start)
+    found = {}
+    for name in spec.inputs if names is None else sorted(names):
+        trials = (
+            replace(golden, inputs={**golden.inputs, name: changed})
+            for changed in _perturbed(golden.inputs[name])
+        )
+        found[name] = any(_differs(spec, case, golden, trial, limit_s) for trial in trials)
+    return found
+
+
+def _differs(spec: Spec, case: Case, golden: Golden, trial: Golden, limit_s: float) -> bool:
+    try:
+        with time_limit(limit_s, "it does not end"), np.errstate(all="ignore"):
+            returned = reference(spec, case, trial)
+    except Fault:
+        return True
+    return any(digest(np.asarray(returned[n])) != digest(golden.expected[n]) for n in spec.outputs)
 
 
 def _perturbed(array: np.ndarray) -> Iterator[np.ndarray]:

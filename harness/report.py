@@ -159,11 +159,11 @@ def reconcile(
     specs: Iterable[Spec | SpecError],
     cases: Iterable[Mapping[str, Any]],
     *,
-    asked: Callable[[str, Case], bool] | None = None,
+    asked: Callable[[Spec, Case], bool] | None = None,
 ) -> list[str]:
     """Ids that the specs on disk call for and the report does not hold: each one is a failure.
 
-    `cases` is the list of that name in report.json. `asked(stage, case) -> bool` narrows what was
+    `cases` is the list of that name in report.json. `asked(spec, case) -> bool` narrows what was
     asked for (a stage, the simulator's cases); a spec that cannot be read is always asked for.
     """
     expected: list[str] = []
@@ -172,9 +172,7 @@ def reconcile(
             expected.append(broken(spec).id)
         else:
             expected += [
-                spec.case_id(case)
-                for stage, case in spec.items()
-                if asked is None or asked(stage, case)
+                spec.case_id(c) for c in spec.cases.values() if asked is None or asked(spec, c)
             ]
     seen = {case["id"] for case in cases}
     return [id_ for id_ in expected if id_ not in seen]

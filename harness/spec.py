@@ -112,10 +112,6 @@ class Case:
     weights: str | None = None
 
 
-# Every spec with a kernel has this case too, in stage golden: does each input matter to the golden?
-GOLDEN = Case("golden", {}, sim=True)
-
-
 @dataclass(frozen=True)
 class Mutant:
     name: str
@@ -149,11 +145,6 @@ class Spec:
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inputs, **self.outputs, **self.scratch}
-
-    def items(self) -> list[tuple[str, Case]]:
-        """(stage, case) of everything that is judged: the cases, then GOLDEN."""
-        own = [(self.stage, case) for case in self.cases.values()]
-        return own if self.stage == "golden" else [*own, ("golden", GOLDEN)]
 
     def shape(self, tensor: Tensor, case: Case) -> tuple[int, ...]:
         return tuple(n if isinstance(n, int) else case.axes[n] for n in tensor.shape)
@@ -339,8 +330,8 @@ class _Reader:
         key = f"cases.{name}"
         if not _is_name(name):
             raise self.error(key, "a name of letters, digits and _", name)
-        if name in (GOLDEN.name, "spec"):
-            raise self.error(key, "another name: the harness has cases of this one itself", name)
+        if name == "spec":  # the case of a spec that cannot be read
+            raise self.error(key, "another name, the harness uses this one itself", name)
         if not isinstance(table, dict):
             raise self.error(key, "a table", table)
         axes, scalars, options = dict(self.axes), dict(self.scalars), dict(self.options)
