@@ -52,7 +52,7 @@ if SIMULATED:
     i32, i64 = _Integer(32, True), _Integer(64, True)
     f32 = np.float32
 else:
-    from numba import cuda
+    from numba import cuda  # type: ignore[no-redef]
 
     u8, u16, u32, u64 = types.uint8, types.uint16, types.uint32, types.uint64
     i32, i64, f32 = types.int32, types.int64, types.float32
