@@ -291,7 +291,7 @@ def chunks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def digest(array: np.ndarray) -> str:
     """sha256 of an array's bytes in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
         return None, note
     except (SafetensorError, ValueError, KeyError) as error:
         return None, f"golden cache entry {path.name} was damaged ({error}) and made again"
-    return Golden(**groups), note
+    return Golden(groups["inputs"], groups["expected"], groups["magnitudes"]), note
 
 
 # -- does the golden depend on its inputs? -------------------------------------------------------

@@ -279,7 +279,7 @@ class _Bench:
 
     def __init__(self, spec: Spec, case: Case, golden: Golden):
         self.spec, self.case, self.golden = spec, case, golden
-        self.device, self.time_us = device_name(), None
+        self.device, self.time_us = device_name(), 0.0
         shapes = spec.shapes(case)
         try:
             self.buffers = {
@@ -427,7 +427,8 @@ def _launch_on_gpu(
     """Launch between two events and wait for them, but not for ever."""
     from numba import cuda
 
-    start, end = cuda.event(timing=True), cuda.event(timing=True)
+    event: Any = cuda.event  # its types are those of the simulator
+    start, end = event(timing=True), event(timing=True)
     deadline = time.monotonic() + limit_s
     start.record()
     with time_limit(limit_s, f"the launcher was not done after {limit_s:g} s"):

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -358,7 +358,7 @@ class _Reader:
     def reserved(self, where: str, entry: str, value: object) -> object:
         kind, expected = _CASE[entry]
         if kind is float and _is_int(value):
-            value = float(value)  # type: ignore[arg-type]
+            value = float(value)
         positive = kind not in (int, float) or (isinstance(value, int | float) and value > 0)
         if type(value) is not kind or not positive or value == "":
             raise self.error(where, expected, value)
@@ -430,7 +430,7 @@ class _Reader:
     def like(self, where: str, default: object, value: object) -> object:
         """A value of the default's type; an integer may stand where a float is declared."""
         if type(default) is float and _is_int(value):
-            return float(value)  # type: ignore[arg-type]
+            return float(value)
         if type(value) is not type(default):
             raise self.error(
                 where, f"a {type(default).__name__}, as its default {default!r}", value
@@ -453,13 +453,13 @@ class _Reader:
                 raise self.error(seen[name], "a name that is not also an axis", name)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_name(value: object) -> bool:
+def _is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
