@@ -1,4 +1,4 @@
-"""Ten broken kernels and the three right ones they come from, judged on a GPU or in the simulator."""
+"""Ten broken kernels and the three right ones that they come from, each judged."""
 
 import importlib
 from pathlib import Path
