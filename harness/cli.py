@@ -20,10 +20,10 @@ import typer
 ELSEWHERE = (
     ("bench", "harness.bench:app", "Time cases with bench = true against floor and baseline."),
     ("mutate", "harness.mutate:app", "Plant faults in kernels and see that the specs catch them."),
-    ("bundle", "engine.cli_bundle:app", "Look into .kdtr bundles and check them."),
-    ("import", "engine.cli_bundle:app", "Make a bundle of a public checkpoint."),
-    ("quant", "engine.cli_bundle:app", "Quantise a bundle to INT4."),
-    ("forward", "engine.cli_bundle:app", "Run a bundle's model on a prompt."),
+    ("bundle", "harness.cli_bundle:app", "Make, look into and check .kdtr bundles."),
+    ("import", "harness.cli_bundle:app", "Make a bundle of a public checkpoint."),
+    ("quant", "harness.cli_bundle:app", "Choose a 4-bit scheme on evidence."),
+    ("forward", "harness.cli_bundle:app", "Run a bundle's model over a prompt and a tree."),
     ("decode", "engine.cli_decode:app", "Decode with tree speculation."),
 )
 
