@@ -22,26 +22,26 @@ def digest(spec: Spec, *, kernel: str | None = None) -> str:
 
 def oracle_digest(spec: Spec) -> str:
     """The same without the kernel: what a golden depends on."""
-    return _hash([spec.path, *_closure(spec.reference, _packages(spec.reference))])
+    return _hash([spec.path, *_closure(_oracle_modules(spec))])
 
 
 def files(spec: Spec, *, kernel: str | None = None) -> list[Path]:
     """The files behind a spec's oracle and kernel (`kernel`: in place of the spec's), sorted."""
-    modules = [spec.reference]
-    if kernel or spec.kernel:
-        modules.append((kernel or spec.kernel or "").partition(":")[0])
-    packages = _packages(*modules)
-    return sorted({path for module in modules for path in _closure(module, packages)})
+    name = kernel or spec.kernel
+    return _closure([*_oracle_modules(spec), *([name.partition(":")[0]] if name else [])])
 
 
-def _packages(*modules: str) -> frozenset[str]:
-    return frozenset({"engine", "goldens", *(m.partition(".")[0] for m in modules)})
+def _oracle_modules(spec: Spec) -> list[str]:
+    """The oracle, and what makes the weights if a case has some (harness/golden.py loads them)."""
+    weights = any(case.weights for case in spec.cases.values())
+    return [spec.reference, *(["goldens.bundles"] if weights else [])]
 
 
-def _closure(module: str, packages: frozenset[str]) -> list[Path]:
-    """Every file that importing `module` reads, as far as it belongs to `packages`."""
+def _closure(modules: list[str]) -> list[Path]:
+    """Every file that importing `modules` reads, as far as it is the project's; sorted."""
+    packages = {"engine", "goldens", *(m.partition(".")[0] for m in modules)}
     found: set[Path] = set()
-    queue = [module]
+    queue = list(modules)
     seen: set[str] = set()
     while queue:
         name = queue.pop()

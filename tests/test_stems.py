@@ -17,8 +17,9 @@ def specs() -> dict[str, dict]:
 
 
 def belongs(stem: str, to: str) -> bool:
-    """rms_norm_fp32 belongs to rms_norm: a variant adds a word to the stem."""
-    return stem == to or stem.startswith(f"{to}_")
+    """gemm_bf16_heads belongs to gemm_bf16 and to gemm_heads: a variant adds words to the stem."""
+    words = iter(stem.split("_"))
+    return all(word in words for word in to.split("_"))
 
 
 @pytest.mark.parametrize(("stem", "spec"), specs().items(), ids=specs())
@@ -27,7 +28,7 @@ def test_a_kernel_spec_names_the_oracle_and_the_kernel_of_its_stem(stem, spec):
         assert belongs(stem, spec["reference"].removeprefix("goldens."))
         module, _, function = spec["kernel"].partition(":")
         assert belongs(stem, module.removeprefix("engine.kernels."))
-        assert module == f"engine.kernels.{function}", "a launcher has the name of its file"
+        assert belongs(stem, function)
 
 
 def test_every_kernel_file_has_a_spec():
