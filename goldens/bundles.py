@@ -28,7 +28,7 @@ NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_
 PINNED = Path(__file__).parent / "pinned"
 STEPS = 64  # golden tokens a prompt
 _PROMPTS = {"tiny": (0, 1, 2), "tiny2": (0, 1, 2)}
-_PROMPT_LENGTHS = (5, 8, 13)
+PROMPT_LENGTHS = (5, 8, 13)
 LORA_EPS = 1e-6  # the default in DeepSeek's modeling file; config.json does not carry it
 
 _ROPE_SCALING = {
@@ -132,6 +132,11 @@ def config(name: str) -> dict[str, Any]:
         "num_key_value_heads": made["num_attention_heads"],
         "rope_scaling": dict(_ROPE_SCALING),
     }
+
+
+def shape_of(name: str) -> str:
+    """tiny or tiny2 or k26: the shape of a bundle."""
+    return "tiny" if name == "k26_sample" else _split(name)[0]
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -279,8 +284,8 @@ def prompt(shape_name: str, seed: int, length: int) -> np.ndarray:
 @cache
 def prompts(name: str) -> list[np.ndarray]:
     """Three int32 prompts of 5, 8 and 13 tokens; the same for every bundle of one shape."""
-    shape_name = "tiny" if name == "k26_sample" else _split(name)[0]
-    pairs = zip(_PROMPTS[shape_name], _PROMPT_LENGTHS, strict=True)
+    shape_name = shape_of(name)
+    pairs = zip(_PROMPTS[shape_name], PROMPT_LENGTHS, strict=True)
     return [prompt(shape_name, seed, length) for seed, length in pairs]
 
 

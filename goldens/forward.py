@@ -39,7 +39,8 @@ def forward(
     logits [t, vocab], hidden [layers + 1, t, hidden] (the residual stream after the embedding and
     after each layer), attention and mlp [layers, t, hidden] (what each block added), latents
     [layers, t, R + rope], and for the MoE layers router_index int64 and router_weight
-    [moe layers, t, k] in ascending expert id, router_gap [moe layers, t].
+    [moe layers, t, k] in ascending expert id, router_gap [moe layers, t] and router_logits
+    [moe layers, t, E].
 
     Weights in use are converted to float64 once if `weights` is a `goldens.model.Weights`, once a
     call otherwise. ValueError for tokens outside the vocabulary or a cache of another shape.
@@ -72,7 +73,7 @@ def forward(
         hidden.append(x)
         run.append(done)
     routed = [layer.routing for layer in run if layer.routing is not None]
-    none = np.zeros((0, len(tokens), config["num_experts_per_tok"]))
+    none = np.zeros((0, len(tokens), 0))
     return {
         "logits": head(x, weights, config, r),
         "hidden": np.stack(hidden),
@@ -81,7 +82,8 @@ def forward(
         "latents": np.stack([layer.latent for layer in run]),
         "router_index": np.stack([g.index for g in routed]) if routed else none.astype(np.int64),
         "router_weight": np.stack([g.weight for g in routed]) if routed else none,
-        "router_gap": np.stack([g.gap for g in routed]) if routed else none[..., 0],
+        "router_gap": np.stack([g.gap for g in routed]) if routed else none[..., :, 0],
+        "router_logits": np.stack([g.logits for g in routed]) if routed else none,
     }
 
 

@@ -326,12 +326,13 @@ class Routing:
 
     index int64 [t, k], weight float64 [t, k]; gap float64 [t]: how far the last chosen expert's
     biased score lies above the best one not chosen. A gap within the rounding error of the scores
-    may go either way in an engine.
+    may go either way in an engine. logits float64 [t, E], before the sigmoid.
     """
 
     index: np.ndarray
     weight: np.ndarray
     gap: np.ndarray
+    logits: np.ndarray
 
 
 def router(
@@ -349,7 +350,8 @@ def router(
     int64 [t, k] overrides the choice.
     """
     count = config["num_experts_per_tok"]
-    scores = r.single(sigmoid(r.single(r.product(h, gate))))  # [t, E]
+    logits = r.single(r.product(h, gate))  # [t, E]
+    scores = r.single(sigmoid(logits))
     biased = r.single(scores + bias)
     order = np.argsort(-biased, axis=-1, kind="stable")
     ranked = np.take_along_axis(biased, order, axis=-1)
@@ -360,7 +362,7 @@ def router(
     weight = picked
     if config.get("norm_topk_prob", True):
         weight = picked / (picked.sum(-1, keepdims=True) + 1e-20)
-    return Routing(index, r.single(weight * config["routed_scaling_factor"]), gap)
+    return Routing(index, r.single(weight * config["routed_scaling_factor"]), gap, logits)
 
 
 def mlp(h: np.ndarray, weights: Weights, name: str, r: Rounding = EXACT) -> np.ndarray:
