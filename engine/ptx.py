@@ -20,15 +20,17 @@ from engine.device import SIMULATED, f32, i32, u32, u64
 __all__ = [
     "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low", "bits_to_f32",
     "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16",
-    "f32_to_bits", "fma", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4",
+    "f32_to_bits", "fma", "fma_outer", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4",
     "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4", "load_shared_u32",
-    "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16", "pack_bf16x2", "pdl_launch_dependents",
+    "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16", "mma_bf16_tiles", "pack_bf16x2", "pdl_launch_dependents",
     "pdl_wait", "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
     "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2", "store_shared_v4",
+    "zeros_f32",
 ]  # fmt: skip
 
 if not SIMULATED:
     from llvmlite import ir
+    from numba.cuda import cgutils
     from numba.cuda.extending import intrinsic
 
     _I32, _I64, _F32, _VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
@@ -183,6 +185,72 @@ if not SIMULATED:
         [u32] * 6 + [f32] * 4,
     )
 
+    def zeros_f32(count: int) -> Callable:
+        """Makes an intrinsic that returns `count` zeros in a tuple, which live in registers."""
+
+        @intrinsic
+        def zeros(context: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                zero = ir.Constant(_F32, 0.0)
+                return context.make_tuple(builder, signature.return_type, [zero] * count)
+
+            return types.UniTuple(f32, count)(), codegen
+
+        return zeros
+
+    def mma_bf16_tiles(rows: int, columns: int) -> Callable:
+        """Makes an intrinsic: `rows` A fragments times `columns` B fragments, in one call.
+
+        (sums, a, b) -> sums; tuples of 4 rows columns f32, 4 rows u32, 2 columns u32. The sums of
+        tile (i, j) start at 4 (i columns + j). One call instead of rows x columns keeps Numba's
+        compile time linear in their number.
+        """
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        )
+        llvm = ir.FunctionType(ir.LiteralStructType([_F32] * 4), [_I32] * 6 + [_F32] * 4)
+        asm = ir.InlineAsm(llvm, text, ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4))
+
+        @intrinsic
+        def tiles(context: Any, sums: Any, a: Any, b: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                sums, a, b = (cgutils.unpack_tuple(builder, v) for v in args)
+                for i in range(rows):
+                    for j in range(columns):
+                        at = 4 * (i * columns + j)
+                        operands = a[4 * i : 4 * i + 4] + b[2 * j : 2 * j + 2] + sums[at : at + 4]
+                        result = builder.call(asm, operands)
+                        sums[at : at + 4] = [builder.extract_value(result, n) for n in range(4)]
+                return context.make_tuple(builder, signature.return_type, sums)
+
+            wanted = (
+                types.UniTuple(f32, 4 * rows * columns),
+                types.UniTuple(u32, 4 * rows),
+                types.UniTuple(u32, 2 * columns),
+            )
+            return (wanted[0](*wanted), codegen) if (sums, a, b) == wanted else None
+
+        return tiles
+
+    def fma_outer(rows: int, columns: int) -> Callable:
+        """Makes an intrinsic: sums[i columns + j] = fma(a[i], b[j], sums[i columns + j])."""
+        llvm = ir.FunctionType(_F32, [_F32] * 3)
+        asm = ir.InlineAsm(llvm, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+
+        @intrinsic
+        def outer(context: Any, sums: Any, a: Any, b: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                sums, a, b = (cgutils.unpack_tuple(builder, v) for v in args)
+                for n in range(rows * columns):
+                    sums[n] = builder.call(asm, [a[n // columns], b[n % columns], sums[n]])
+                return context.make_tuple(builder, signature.return_type, sums)
+
+            wanted = tuple(types.UniTuple(f32, n) for n in (rows * columns, rows, columns))
+            return (wanted[0](*wanted), codegen) if (sums, a, b) == wanted else None
+
+        return outer
+
     bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
     f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
     bf16_to_f32 = _ptx("shl.b32 $0, $1, 16;", [f32], [u32])
@@ -305,28 +373,62 @@ else:
         pairs = np.stack([words << 16, words & np.uint32(0xFFFF0000)], axis=-1)
         return pairs.astype(np.uint32).view(np.float32).astype(np.float64)
 
-    def _mma(slots: dict[int, tuple]) -> dict[int, tuple]:
+    def _mma(rows: int, columns: int) -> Callable:
         """Fragments of m16n8k16 in the ISA's layout; products exact, one rounding of each sum."""
-        words = np.array([slots[n][:6] for n in range(32)], np.uint32)  # [lane, a0..a3 b0 b1]
-        values = _unpack(words)  # [lane, register, 2]
-        a, b, c = np.empty((16, 16)), np.empty((16, 8)), np.empty((16, 8))
-        for register, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-            for half in range(2):
-                a[_G + row, 2 * _T + column + half] = values[:, register, half]
-        for register, row in enumerate((0, 8)):
-            for half in range(2):
-                b[2 * _T + row + half, _G] = values[:, 4 + register, half]
-        sums = np.array([slots[n][6:] for n in range(32)], np.float32)
         places = ((0, 0), (0, 1), (8, 0), (8, 1))
-        for register, (row, column) in enumerate(places):
-            c[_G + row, 2 * _T + column] = sums[:, register]
-        d = np.einsum("ik,kj->ij", a, b) + c
-        d = d.astype(np.float32)
-        out = np.stack([d[_G + row, 2 * _T + column] for row, column in places], axis=-1)
-        return dict(enumerate(map(tuple, out)))
+
+        def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
+            sums, fragments_a, fragments_b = zip(*(slots[n] for n in range(32)), strict=True)
+            a_values = _unpack(np.array(fragments_a, np.uint32))  # [lane, register, 2]
+            b_values = _unpack(np.array(fragments_b, np.uint32))
+            c_values = np.array(sums, np.float32)  # [lane, register]
+            a, b = np.empty((16 * rows, 16)), np.empty((16, 8 * columns))
+            c = np.empty((16 * rows, 8 * columns))
+            for i in range(rows):
+                for register, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+                    for half in range(2):
+                        a[16 * i + _G + row, 2 * _T + column + half] = a_values[
+                            :, 4 * i + register, half
+                        ]
+            for j in range(columns):
+                for register, row in enumerate((0, 8)):
+                    for half in range(2):
+                        b[2 * _T + row + half, 8 * j + _G] = b_values[:, 2 * j + register, half]
+            tiles = [(i, j) for i in range(rows) for j in range(columns)]
+            spots = [
+                (16 * i + _G + row, 8 * j + 2 * _T + column)
+                for i, j in tiles
+                for row, column in places
+            ]
+            for register, spot in enumerate(spots):
+                c[spot] = c_values[:, register]
+            d = (np.einsum("ik,kj->ij", a, b) + c).astype(np.float32)
+            return dict(enumerate(map(tuple, np.stack([d[spot] for spot in spots], axis=-1))))
+
+        return combine
+
+    def mma_bf16_tiles(rows: int, columns: int) -> Callable:
+        combine = _mma(rows, columns)
+
+        def tiles(sums: tuple, a: tuple, b: tuple) -> tuple:
+            return simulator.collective(_MASK, (sums, a, b), combine)
+
+        return tiles
+
+    _mma_tile = mma_bf16_tiles(1, 1)
 
     def mma_bf16(*registers: Any) -> tuple:
-        return simulator.collective(_MASK, registers, _mma)
+        return _mma_tile(registers[6:], registers[:4], registers[4:6])
+
+    def zeros_f32(count: int) -> Callable:
+        return lambda: (np.float32(0),) * count
+
+    def fma_outer(rows: int, columns: int) -> Callable:
+        def outer(sums: tuple, a: tuple, b: tuple) -> tuple:
+            products = np.multiply.outer(np.array(a, np.float64), np.array(b, np.float64))
+            return tuple((products.ravel() + np.array(sums, np.float64)).astype(np.float32))
+
+        return outer
 
     def bits_to_f32(bits: int) -> np.float32:
         return np.uint32(bits).view(np.float32)

@@ -1,0 +1,281 @@
+"""bf16 GEMM on tensor cores: y[m, n] = sum_k x[m, k] w[n, k], fp32 accumulation.
+
+The weights are the 16-row operand of mma.m16n8k16 and the tokens its 8-column operand, so few
+tokens waste little. A block computes `rows` weight rows x `tokens` tokens: 128 columns of K arrive
+per stage through a ring of cp.async buffers, swizzled so that ldmatrix meets no bank conflict.
+
+One order of K for every launch. A stage is four groups of 32 columns and warp g of four takes group
+g of every stage, ascending; the four sums are added in ascending g. Where N alone gives too few
+blocks to fill the GPU, `parts(n, k)` ranges of K go to separate blocks and stay separate in
+y [parts, m, n] fp32: the kernel that reads y adds them in ascending order. All of this follows from
+(n, k); a token is one column of an mma, so its bits depend on no other token and not on its index.
+y is rounded once, at the store.
+"""
+
+import numpy as np
+
+from engine.device import (
+    cdiv,
+    check,
+    cuda,
+    f32,
+    family,
+    kernel,
+    ptr,
+    static_range,
+    u8,
+    u16,
+    u32,
+    u64,
+)
+from engine.ptx import (
+    address,
+    cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    f32_to_bf16,
+    f32_to_bits,
+    ldmatrix_x4,
+    load_shared_v4,
+    mma_bf16_tiles,
+    shared_address,
+    store_global_u16,
+    store_global_u32,
+    store_shared_v2,
+    zeros_f32,
+)
+from engine.ptx import bits_to_f32 as as_f32
+
+THREADS = 256  # 4 groups of K x 2 halves of the rows
+STAGE_K = 128  # 256 bytes of a row: 16 chunks of 16 bytes
+ROW_BYTES = 2 * STAGE_K
+STAGES = 4
+TOKENS = (8, 16, 32, 64)
+SMS = 132  # blocks that `parts` and `_rows` aim at; a constant, so that bits do not follow the GPU
+
+
+@family(*({"rows": r, "tokens": t} for r in (32, 64) for t in TOKENS))
+def _gemm_bf16(*, rows: int, tokens: int):
+    ROW_TILES, TOKEN_TILES = rows // 32, tokens // 8  # per warp
+    STAGE_BYTES = (rows + tokens) * ROW_BYTES
+    X_BYTES = rows * ROW_BYTES  # x lies behind w in a stage
+    PITCH = tokens if tokens == 8 else tokens + 8  # words; 8 mod 32 keeps the stores apart
+    PLANE = rows * PITCH  # the sums of one group of K
+    QUADS = rows * tokens // 4
+    SHARED = max(STAGES * STAGE_BYTES, 16 * PLANE)
+    zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
+    mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
+    wait_for_stage, wait_for_all = cp_async_wait(STAGES - 2), cp_async_wait(0)
+
+    @kernel(
+        threads=THREADS,
+        registers=255,
+        dynamic_shared=SHARED,
+        sass=("HMMA", "LDSM", "LDGSTS"),
+    )
+    def gemm_bf16(
+        x: ptr[u16],  # [m, batch, x_width]
+        w: ptr[u16],  # [batch, n, k]
+        m: u32,
+        n: u32,
+        k: u32,
+        batch: u32,
+        x_width: u32,
+        y_width: u32,
+        part_stages: u32,
+        y_is_f32: u32,
+        y: ptr[u16],  # [parts, m, batch, y_width], out
+    ):
+        shared = shared_address(cuda.shared.array(0, u8), u32(0))
+        thread = u32(cuda.threadIdx.x)
+        lane = u32(thread & u32(31))
+        group = u32(u32(thread >> u32(5)) & u32(3))
+        half = u32(thread >> u32(7))
+        first_token = u32(u32(cuda.blockIdx.x) * u32(tokens))
+        first_row = u32(u32(cuda.blockIdx.y) * u32(rows))
+        member = u32(u32(cuda.blockIdx.z) % batch)
+        part = u32(u32(cuda.blockIdx.z) // batch)
+        k_first = u32(part * u32(part_stages * u32(STAGE_K)))
+        k_last = min(k, u32(k_first + u32(part_stages * u32(STAGE_K))))
+        stages = u32(u32(u32(k_last - k_first) + u32(STAGE_K - 1)) // u32(STAGE_K))
+
+        # Copies: a thread fetches chunk `chunk` of rows copy_row, copy_row + 16, ...
+        chunk = u32(thread & u32(15))
+        copy_row = u32(thread >> u32(4))
+        k_copy = u32(k_first + u32(chunk * u32(8)))
+        w_row = u32(first_row + copy_row)
+        w_from = address(w, u64(u64(u64(member * n) + u64(w_row)) * u64(k)) + u64(k_copy))
+        w_step = u64(u64(k) * u64(32))  # bytes of 16 rows
+        x_row = u32(first_token + copy_row)
+        x_step = u64(u64(batch) * u64(x_width) * u64(32))
+        x_from = address(
+            x,
+            u64(u64(u64(x_row) * u64(batch) + u64(member)) * u64(x_width)) + u64(k_copy),
+        )
+        swizzled = u32(chunk ^ u32(copy_row & u32(7)))
+        into = u32(u32(copy_row * u32(ROW_BYTES)) + u32(swizzled * u32(16)))
+
+        # Fragments: lanes 0..15 address the rows of A, lanes 16..31 the same rows 8 columns on.
+        a_row = u32(u32(half * u32(16 * ROW_TILES)) + u32(lane & u32(15)))
+        a_chunk = u32(u32(group * u32(4)) + u32(lane >> u32(4)))
+        a_swizzle = u32(a_row & u32(7))
+        if TOKEN_TILES == 1:  # one ldmatrix.x4 is 8 tokens x 32 columns
+            b_row = u32(lane & u32(7))
+            b_chunk = u32(u32(group * u32(4)) + u32(lane >> u32(3)))
+        else:  # 16 tokens x 16 columns
+            b_row = u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) * u32(8)))
+            b_chunk = u32(u32(group * u32(4)) + u32(u32(lane >> u32(3)) & u32(1)))
+        b_swizzle = u32(b_row & u32(7))
+
+        sums = zeros()
+        turn = u32(0)
+        while turn < u32(stages + u32(STAGES - 1)):
+            if turn >= u32(STAGES - 1):
+                wait_for_stage()
+                cuda.syncthreads()  # the stage is here, and the one before it is used up
+            if turn < stages:
+                place = u32(shared + u32(u32(turn % u32(STAGES)) * u32(STAGE_BYTES)) + into)
+                inside = u32(k_copy + u32(turn * u32(STAGE_K))) < k_last
+                skip = u64(u64(turn) * u64(ROW_BYTES))
+                for i in static_range(rows // 16):
+                    taken = u32(16) if inside and u32(w_row + u32(16 * i)) < n else u32(0)
+                    cp_async_16_zfill(
+                        u32(place + u32(16 * i * ROW_BYTES)),
+                        u64(w_from + u64(w_step * u64(i)) + skip),
+                        taken,
+                    )
+                for i in static_range(cdiv(tokens, 16)):
+                    if tokens >= 16 or copy_row < u32(8):
+                        taken = u32(16) if inside and u32(x_row + u32(16 * i)) < m else u32(0)
+                        cp_async_16_zfill(
+                            u32(place + u32(X_BYTES + 16 * i * ROW_BYTES)),
+                            u64(x_from + u64(x_step * u64(i)) + skip),
+                            taken,
+                        )
+            cp_async_commit()
+            if turn >= u32(STAGES - 1):
+                use = u32(u32(turn - u32(STAGES - 1)) % u32(STAGES))
+                here = u32(shared + u32(use * u32(STAGE_BYTES)))
+                a_from = u32(here + u32(a_row * u32(ROW_BYTES)))
+                b_from = u32(here + u32(b_row * u32(ROW_BYTES)) + u32(X_BYTES))
+                if TOKEN_TILES == 1:
+                    both = ldmatrix_x4(u32(b_from + u32(u32(b_chunk ^ b_swizzle) * u32(16))))
+                for step in static_range(2):  # 16 columns each
+                    at = u32(u32(u32(a_chunk + u32(2 * step)) ^ a_swizzle) * u32(16))
+                    a = ldmatrix_x4(u32(a_from + at))
+                    for i in static_range(1, ROW_TILES):
+                        a = a + ldmatrix_x4(u32(a_from + at + u32(16 * i * ROW_BYTES)))
+                    if TOKEN_TILES == 1:
+                        b = both[2 * step : 2 * step + 2]
+                    else:
+                        at = u32(u32(u32(b_chunk + u32(2 * step)) ^ b_swizzle) * u32(16))
+                        b = ldmatrix_x4(u32(b_from + at))
+                        for i in static_range(1, TOKEN_TILES // 2):
+                            b = b + ldmatrix_x4(u32(b_from + at + u32(16 * i * ROW_BYTES)))
+                    sums = mma(sums, a, b)
+            turn = u32(turn + u32(1))
+
+        # The four groups of K meet in shared memory, [group][row][token].
+        wait_for_all()
+        cuda.syncthreads()
+        row = u32(u32(half * u32(16 * ROW_TILES)) + u32(lane >> u32(2)))
+        column = u32(u32(lane & u32(3)) * u32(2))
+        into = u32(u32(u32(group * u32(PLANE)) + u32(row * u32(PITCH))) + column)
+        into = u32(shared + u32(into * u32(4)))
+        for i in static_range(ROW_TILES):
+            for j in static_range(TOKEN_TILES):
+                for low in static_range(2):
+                    store_shared_v2(
+                        u32(into + u32(4 * ((16 * i + 8 * low) * PITCH + 8 * j))),
+                        f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low]),
+                        f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low + 1]),
+                    )
+        cuda.syncthreads()
+        token_step = u64(u64(batch) * u64(y_width))
+        y_member = u64(u64(u64(part) * u64(m)) * token_step + u64(u64(member) * u64(y_width)))
+        quad = thread
+        while quad < u32(QUADS):  # one row of w, four tokens
+            row = u32(quad % u32(rows))
+            token = u32(u32(quad // u32(rows)) * u32(4))
+            source = u32(shared + u32(u32(u32(row * u32(PITCH)) + token) * u32(4)))
+            first = load_shared_v4(source)
+            second = load_shared_v4(u32(source + u32(4 * PLANE)))
+            third = load_shared_v4(u32(source + u32(8 * PLANE)))
+            fourth = load_shared_v4(u32(source + u32(12 * PLANE)))
+            row = u32(first_row + row)
+            token = u32(first_token + token)
+            for i in static_range(4):
+                if row < n and u32(token + u32(i)) < m:
+                    total = f32(as_f32(first[i]) + as_f32(second[i]))
+                    total = f32(f32(total + as_f32(third[i])) + as_f32(fourth[i]))
+                    at = u64(y_member + u64(token_step * u64(u32(token + u32(i)))) + u64(row))
+                    if y_is_f32 != u32(0):
+                        store_global_u32(address(y, u64(at * u64(2))), f32_to_bits(total))
+                    else:
+                        store_global_u16(address(y, at), f32_to_bf16(total))
+            quad = u32(quad + u32(THREADS))
+
+    return gemm_bf16
+
+
+def parts(n: int, k: int) -> int:
+    """Ranges of K to sum in separate blocks so that weights [n, k] keep every SM busy."""
+    stages = cdiv(k, STAGE_K)
+    wanted = max(1, min(SMS // cdiv(n, _rows(n, 1)), stages // 8))
+    return cdiv(stages, cdiv(stages, wanted))  # none is empty
+
+
+def _rows(n: int, batch: int) -> int:
+    """Weight rows of a block: 64, or fewer where that gives too few blocks."""
+    return 32 if n * batch <= 32 * SMS else 64
+
+
+def gemm_bf16(x, w, *, y, stream=None) -> None:
+    """y = x w^T.
+
+    x [m, x_width] bf16 with x_width >= k: its first k columns count. w [n, k] bf16, k a multiple
+    of 16 and n of 8. y is one of
+      [m, y_width] bf16 or fp32 with y_width >= n: its first n columns are written;
+      [parts, m, n] fp32: sums over consecutive ranges of K, to be added in ascending order.
+    With a batch of weights (one a head): x [m, batch, x_width], w [batch, n, k] and
+    y [m, batch, y_width]. A row's bits follow from n, k and the number of parts alone.
+    """
+    if len(w.shape) == 3:
+        dims = check(
+            "gemm_bf16",
+            x=(x, "m batch x_width", "bfloat16"),
+            w=(w, "batch n k", "bfloat16"),
+            y=(y, "m batch y_width", ("bfloat16", "float32")),
+        )
+        batch, count = dims["batch"], 1
+    else:
+        in_parts = len(y.shape) == 3
+        dims = check(
+            "gemm_bf16",
+            x=(x, "m x_width", "bfloat16"),
+            w=(w, "n k", "bfloat16"),
+            y=(y, "parts m n", "float32")
+            if in_parts
+            else (y, "m y_width", ("bfloat16", "float32")),
+        )
+        batch, count = 1, dims.get("parts", 1)
+    m, n, k = dims["m"], dims["n"], dims["k"]
+    x_width, y_width = dims["x_width"], dims.get("y_width", n)
+    stages = cdiv(k, STAGE_K)
+    if k % 16 or n % 8:
+        raise NotImplementedError(f"gemm_bf16: k {k} must be a multiple of 16 and n {n} of 8")
+    if x_width < k or y_width < n:
+        raise ValueError(
+            f"gemm_bf16: x has {x_width} columns for k = {k}, y {y_width} for n = {n}"
+        )
+    if x_width % 8:
+        raise NotImplementedError(f"gemm_bf16: rows of x [{x_width}] are not 16-byte aligned")
+    if not 1 <= count <= stages or count != cdiv(stages, cdiv(stages, count)):
+        raise ValueError(f"gemm_bf16: {count} parts of {stages} stages of {STAGE_K} columns")
+    rows = _rows(n, batch)
+    tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
+    _gemm_bf16(rows=rows, tokens=tokens).launch(
+        (cdiv(m, tokens), cdiv(n, rows), batch * count),
+        x, w, m, n, k, batch, x_width, y_width, cdiv(stages, count), y.dtype == np.float32, y,
+        stream=stream,
+    )  # fmt: skip
