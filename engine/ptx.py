@@ -18,14 +18,15 @@ from numba.cuda import types
 from engine.device import SIMULATED, f32, i32, u32, u64
 
 __all__ = [
-    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low", "bits_to_f32",
-    "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16",
-    "f32_to_bits", "fma", "fma_outer", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4",
-    "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4", "load_shared_u32",
-    "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16", "mma_bf16_tiles", "pack_bf16x2", "pdl_launch_dependents",
-    "pdl_wait", "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
-    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2", "store_shared_v4",
-    "zeros_f32",
+    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
+    "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
+    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_outer", "ldmatrix_x2", "ldmatrix_x4",
+    "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_u16", "load_global_u32",
+    "load_global_v2", "load_global_v4", "load_shared_u32", "load_shared_v2", "load_shared_v4",
+    "lop3", "mma_bf16", "mma_bf16_tiles", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait",
+    "popc", "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
+    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
+    "store_shared_v4", "zeros_f32",
 ]  # fmt: skip
 
 if not SIMULATED:
@@ -261,6 +262,7 @@ if not SIMULATED:
     exp2 = _ptx("ex2.approx.ftz.f32 $0, $1;", [f32], [f32])
     reciprocal = _ptx("rcp.rn.f32 $0, $1;", [f32], [f32])
     fma = _ptx("fma.rn.f32 $0, $1, $2, $3;", [f32], [f32] * 3)
+    popc = _ptx("popc.b32 $0, $1;", [u32], [u32])
     prmt = _ptx("prmt.b32 $0, $1, $2, $3;", [u32], [u32] * 3)
 
     def lop3(table: int) -> Callable:
@@ -461,6 +463,9 @@ else:
 
     def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
         return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+    def popc(bits: int) -> int:
+        return int(bits).bit_count()
 
     def prmt(a: int, b: int, selector: int) -> int:
         source = int(a).to_bytes(4, "little") + int(b).to_bytes(4, "little")

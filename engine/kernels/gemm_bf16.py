@@ -265,9 +265,7 @@ def gemm_bf16(x, w, *, y, stream=None) -> None:
     if k % 16 or n % 8:
         raise NotImplementedError(f"gemm_bf16: k {k} must be a multiple of 16 and n {n} of 8")
     if x_width < k or y_width < n:
-        raise ValueError(
-            f"gemm_bf16: x has {x_width} columns for k = {k}, y {y_width} for n = {n}"
-        )
+        raise ValueError(f"gemm_bf16: x has {x_width} columns for k = {k}, y {y_width} for n = {n}")
     if x_width % 8:
         raise NotImplementedError(f"gemm_bf16: rows of x [{x_width}] are not 16-byte aligned")
     if not 1 <= count <= stages or count != cdiv(stages, cdiv(stages, count)):

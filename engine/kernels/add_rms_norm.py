@@ -1,0 +1,76 @@
+"""Residual add and RMSNorm: x += delta, then y = x / sqrt(mean(x^2) + eps) * weight.
+
+delta comes in parts (the ranges of K of a GEMM, or routed experts and shared expert), which are
+added in ascending order in fp32 before the one addition to x. x stays fp32; y is rounded once. One
+block a row, sums as in rms_norm, so the bits of a row depend on `hidden` and `parts` alone.
+"""
+
+import math
+
+from engine import activation
+from engine.device import check, cuda, f32, family, kernel, ptr, u32
+from engine.warp import block_sum
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+@family({"bf16": True}, {"bf16": False})
+def _add_rms_norm(*, bf16: bool):
+    load, store = activation.load(bf16), activation.store(bf16)
+
+    @kernel(threads=THREADS, registers=40)
+    def add_rms_norm(
+        delta: ptr[f32],  # [parts, rows, hidden]
+        weight: ptr[activation.element(bf16)],  # [hidden]
+        eps: f32,
+        parts: u32,
+        part_size: u32,  # rows * hidden
+        hidden: u32,
+        x: ptr[f32],  # [rows, hidden], in and out
+        y: ptr[activation.element(bf16)],  # [rows, hidden], out
+    ):
+        partial = cuda.shared.array(WARPS, f32)
+        start = u32(u32(cuda.blockIdx.x) * hidden)
+        squares = f32(0)
+        i = u32(cuda.threadIdx.x)
+        while i < hidden:
+            at = u32(start + i)
+            change = delta[at]
+            part = u32(1)
+            while part < parts:
+                change = f32(change + delta[u32(at + u32(part * part_size))])
+                part = u32(part + u32(1))
+            value = f32(x[at] + change)
+            x[at] = value
+            squares = f32(squares + value * value)
+            i = u32(i + u32(THREADS))
+        squares = block_sum(squares, partial, WARPS)
+        scale = f32(f32(1) / f32(math.sqrt(f32(squares / f32(hidden) + eps))))
+        i = u32(cuda.threadIdx.x)
+        while i < hidden:
+            at = u32(start + i)
+            store(y, at, f32(f32(x[at] * scale) * load(weight, i)))
+            i = u32(i + u32(THREADS))
+
+    return add_rms_norm
+
+
+def add_rms_norm(delta, weight, *, eps: float, x, y, stream=None) -> None:
+    """delta [parts, rows, hidden] fp32, parts >= 1; weight [hidden] and y [rows, hidden] both bf16
+    or both fp32; x [rows, hidden] fp32, changed in place."""
+    dims = check(
+        "add_rms_norm",
+        delta=(delta, "parts rows hidden", "float32"),
+        weight=(weight, "hidden", activation.ACTIVATIONS),
+        x=(x, "rows hidden", "float32"),
+        y=(y, "rows hidden", str(weight.dtype)),
+    )
+    parts, rows, hidden = dims["parts"], dims["rows"], dims["hidden"]
+    if not parts:
+        raise ValueError("add_rms_norm: delta has no parts")
+    if parts * rows * hidden >= 2**32:
+        raise NotImplementedError(f"add_rms_norm: delta {delta.shape} has 2^32 elements or more")
+    _add_rms_norm(bf16=activation.is_bf16(weight)).launch(
+        rows, delta, weight, eps, parts, rows * hidden, hidden, x, y, stream=stream
+    )

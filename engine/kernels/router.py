@@ -1,0 +1,147 @@
+"""Router: which experts a token goes to, and with what weight.
+
+s = sigmoid(logits); the top_k experts by (s + bias) descending, ties to the lower id; their weights
+are the unbiased scores, s / (sum of the chosen s + 1e-20) * scale. All fp32. Experts are listed in
+ascending id and the sum runs in that order, so nothing depends on how the selection went. The bias
+steers the choice only: taking weights from s + bias is a known mistake.
+
+One warp a row; lane l holds experts l, l + 32, ... status[row] is 0, or 1 if a score is NaN: its
+experts are then 0..top_k-1, which no reader can trip over, and its weights NaN.
+"""
+
+import math
+
+from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32
+from engine.ptx import bits_to_f32, popc
+from engine.warp import FULL
+
+THREADS = 32
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+NOT_A_NUMBER = 1
+NAN = 0x7FC00000
+
+
+@family({"per_lane": 1}, {"per_lane": 12})
+def _router(*, per_lane: int):
+    @kernel(threads=THREADS, registers=96)
+    def router(
+        logits: ptr[f32],  # [parts, rows, experts]
+        bias: ptr[f32],  # [experts]
+        parts: u32,
+        part_size: u32,  # rows * experts
+        count: u32,  # of experts
+        top_k: u32,
+        scale: f32,
+        experts: ptr[i32],  # [rows, top_k], out
+        weights: ptr[f32],  # [rows, top_k], out
+        status: ptr[i32],  # [rows], out
+    ):
+        scores = cuda.local.array(per_lane, f32)
+        ranks = cuda.local.array(per_lane, f32)  # s + bias; -inf once chosen
+        chosen = cuda.shared.array(MAX_TOP_K, f32)
+        row = u32(cuda.blockIdx.x)
+        lane = u32(cuda.threadIdx.x)
+        before = u32(u32(u32(1) << lane) - u32(1))  # the lanes below
+        bad = u32(0)
+        for j in static_range(per_lane):
+            expert = u32(lane + u32(32 * j))
+            scores[j] = f32(0)
+            ranks[j] = f32(-math.inf)
+            if expert < count:
+                at = u32(u32(row * count) + expert)
+                logit = logits[at]
+                part = u32(1)
+                while part < parts:
+                    logit = f32(logit + logits[u32(at + u32(part * part_size))])
+                    part = u32(part + u32(1))
+                score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-logit)))))
+                scores[j] = score
+                ranks[j] = f32(score + bias[expert])
+                if ranks[j] != ranks[j]:
+                    bad = u32(1)
+        if cuda.any_sync(FULL, bad == u32(1)):
+            i = lane
+            while i < top_k:
+                experts[u32(u32(row * top_k) + i)] = i32(i)
+                weights[u32(u32(row * top_k) + i)] = bits_to_f32(u32(NAN))
+                i = u32(i + u32(32))
+            if lane == u32(0):
+                status[row] = i32(NOT_A_NUMBER)
+        else:
+            taken = u32(0)  # bit j: this lane's expert lane + 32 j is chosen
+            turn = u32(0)
+            while turn < top_k:
+                best = f32(-math.inf)
+                best_id = u32(MAX_EXPERTS)
+                for j in static_range(per_lane):  # ascending ids: a tie keeps the first
+                    free = u32(u32(taken >> u32(j)) & u32(1)) == u32(0)
+                    if free and u32(lane + u32(32 * j)) < count:
+                        if ranks[j] > best or best_id == u32(MAX_EXPERTS):
+                            best = ranks[j]
+                            best_id = u32(lane + u32(32 * j))
+                for step in static_range(5):
+                    other = cuda.shfl_xor_sync(FULL, best, 16 >> step)
+                    other_id = u32(cuda.shfl_xor_sync(FULL, i32(best_id), 16 >> step))
+                    wins = other > best or (other == best and other_id < best_id)
+                    if best_id == u32(MAX_EXPERTS) or (wins and other_id < u32(MAX_EXPERTS)):
+                        best = other
+                        best_id = other_id
+                if u32(best_id & u32(31)) == lane:
+                    taken = u32(taken | u32(u32(1) << u32(best_id >> u32(5))))
+                turn = u32(turn + u32(1))
+            rank = u32(0)
+            for j in static_range(per_lane):
+                mine = u32(u32(taken >> u32(j)) & u32(1))
+                ballot = u32(cuda.ballot_sync(FULL, mine == u32(1)))
+                if mine == u32(1):
+                    to = u32(rank + popc(u32(ballot & before)))
+                    experts[u32(u32(row * top_k) + to)] = i32(lane + u32(32 * j))
+                    chosen[to] = scores[j]
+                rank = u32(rank + popc(ballot))
+            cuda.syncwarp()
+            total = f32(0)
+            turn = u32(0)
+            while turn < top_k:
+                total = f32(total + chosen[turn])
+                turn = u32(turn + u32(1))
+            total = f32(total + f32(1e-20))
+            i = lane
+            while i < top_k:
+                weights[u32(u32(row * top_k) + i)] = f32(f32(chosen[i] / total) * scale)
+                i = u32(i + u32(32))
+            if lane == u32(0):
+                status[row] = i32(0)
+
+    return router
+
+
+def router(
+    logits, bias, *, top_k: int, scale: float, experts, weights, status, stream=None
+) -> None:
+    """logits [parts, rows, count] fp32, parts >= 1, added in ascending order; bias [count] fp32;
+    experts [rows, top_k] int32, weights [rows, top_k] fp32, status [rows] int32.
+
+    top_k at most 32 and count at most 1024 (NotImplementedError).
+    """
+    dims = check(
+        "router",
+        logits=(logits, "parts rows count", "float32"),
+        bias=(bias, "count", "float32"),
+        experts=(experts, "rows top_k", "int32"),
+        weights=(weights, "rows top_k", "float32"),
+        status=(status, "rows", "int32"),
+    )
+    parts, rows, count = dims["parts"], dims["rows"], dims["count"]
+    if not parts or dims["top_k"] != top_k or not 1 <= top_k <= count:
+        raise ValueError(
+            f"router: {parts} parts, top_k {top_k}, {count} experts and experts {experts.shape}"
+        )
+    if top_k > MAX_TOP_K or count > MAX_EXPERTS:
+        raise NotImplementedError(
+            f"router: top_k {top_k} of {count}, at most {MAX_TOP_K} of {MAX_EXPERTS}"
+        )
+    _router(per_lane=cdiv(count, 32)).launch(
+        rows, logits, bias, parts, rows * count, count, top_k, scale, experts, weights, status,
+        stream=stream,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""SwiGLU: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)), for gate and up side by side.
+
+gate_up comes in parts (ranges of K), added in ascending order in fp32; y is rounded once.
+"""
+
+import math
+
+from engine import activation
+from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, u32
+
+THREADS = 128
+
+
+@family({"bf16": True}, {"bf16": False})
+def _swiglu(*, bf16: bool):
+    store = activation.store(bf16)
+
+    @kernel(threads=THREADS, registers=32)
+    def swiglu(
+        gate_up: ptr[f32],  # [parts, rows, 2 inner]: gate, then up
+        parts: u32,
+        part_size: u32,  # rows * 2 inner
+        inner: u32,
+        y: ptr[activation.element(bf16)],  # [rows, inner], out
+    ):
+        row = u32(cuda.blockIdx.y)
+        i = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
+        if i < inner:
+            at = u32(u32(u32(row * u32(2)) * inner) + i)
+            gate = gate_up[at]
+            up = gate_up[u32(at + inner)]
+            part = u32(1)
+            while part < parts:
+                at = u32(at + part_size)
+                gate = f32(gate + gate_up[at])
+                up = f32(up + gate_up[u32(at + inner)])
+                part = u32(part + u32(1))
+            activated = f32(gate / f32(f32(1) + f32(math.exp(f32(-gate)))))
+            store(y, u32(u32(row * inner) + i), f32(activated * up))
+
+    return swiglu
+
+
+def swiglu(gate_up, *, y, stream=None) -> None:
+    """gate_up [parts, rows, 2 inner] fp32, parts >= 1: gate in the first half of a row, up in the
+    second; y [rows, inner] bf16 or fp32."""
+    dims = check(
+        "swiglu",
+        gate_up=(gate_up, "parts rows both", "float32"),
+        y=(y, "rows inner", activation.ACTIVATIONS),
+    )
+    parts, rows, inner = dims["parts"], dims["rows"], dims["inner"]
+    if not parts or dims["both"] != 2 * inner:
+        raise ValueError(
+            f"swiglu: gate_up is [{parts}, {rows}, {dims['both']}], "
+            f"expected [parts >= 1, {rows}, {2 * inner}] for y [{rows}, {inner}]"
+        )
+    if gate_up.size >= 2**32:
+        raise NotImplementedError(f"swiglu: gate_up {gate_up.shape} has 2^32 elements or more")
+    _swiglu(bf16=activation.is_bf16(y)).launch(
+        (cdiv(inner, THREADS), rows), gate_up, parts, rows * 2 * inner, inner, y, stream=stream
+    )
