@@ -1,6 +1,6 @@
 """Greedy choice: the token of the largest fp32 logit, ties to the lowest id.
 
-A row is cut into CHUNKS equal ranges, one block each, and a second kernel picks among them; the
+A row is cut into at most CHUNKS ranges, one block each, and a second kernel picks among them; the
 order of comparison cannot change the result, since (larger logit, lower id) orders all pairs. A NaN
 wins over everything, so that it cannot hide. status[row] is 0, 1 if the row holds a NaN, 2 if all
 of it is -inf; token is -1 in both cases.
@@ -13,7 +13,8 @@ from engine.ptx import advance
 from engine.warp import FULL
 
 CHUNKS = 32
-THREADS = 256
+SMALLEST = 1024  # elements of a range
+THREADS = 128
 WARPS = THREADS // 32
 NOT_A_NUMBER, ALL_MINUS_INFINITY = 1, 2
 NOBODY = 0xFFFFFFFF
@@ -74,13 +75,17 @@ def _argmax_chunks(
 def _argmax_rows(
     best: ptr[f32],  # [rows, CHUNKS]
     best_id: ptr[i32],  # [rows, CHUNKS]
+    chunks: u32,
     token: ptr[i32],  # [rows], out
     status: ptr[i32],  # [rows], out
 ):
     row = u32(cuda.blockIdx.x)
     lane = u32(cuda.threadIdx.x)
-    top = best[u32(u32(row * u32(CHUNKS)) + lane)]
-    top_id = u32(best_id[u32(u32(row * u32(CHUNKS)) + lane)])
+    top = f32(-math.inf)
+    top_id = u32(NOBODY)
+    if lane < chunks:
+        top = best[u32(u32(row * u32(CHUNKS)) + lane)]
+        top_id = u32(best_id[u32(u32(row * u32(CHUNKS)) + lane)])
     for step in static_range(5):
         other = cuda.shfl_xor_sync(FULL, top, 16 >> step)
         other_id = u32(cuda.shfl_xor_sync(FULL, i32(top_id), 16 >> step))
@@ -111,6 +116,7 @@ def argmax(logits, *, token, status, best, best_id, stream=None) -> None:
         best_id=(best_id, f"rows {CHUNKS}", "int32"),
     )
     rows, vocabulary = dims["rows"], dims["vocabulary"]
-    chunk = cdiv(vocabulary, CHUNKS)
-    _argmax_chunks.launch((CHUNKS, rows), logits, vocabulary, chunk, best, best_id, stream=stream)
-    _argmax_rows.launch(rows, best, best_id, token, status, stream=stream)
+    chunk = max(cdiv(vocabulary, CHUNKS), SMALLEST)
+    chunks = cdiv(vocabulary, chunk)
+    _argmax_chunks.launch((chunks, rows), logits, vocabulary, chunk, best, best_id, stream=stream)
+    _argmax_rows.launch(rows, best, best_id, chunks, token, status, stream=stream)

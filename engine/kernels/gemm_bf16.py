@@ -234,46 +234,51 @@ def gemm_bf16(x, w, *, y, stream=None) -> None:
     """y = x w^T.
 
     x [m, x_width] bf16 with x_width >= k: its first k columns count. w [n, k] bf16, k a multiple
-    of 16 and n of 8. y is one of
-      [m, y_width] bf16 or fp32 with y_width >= n: its first n columns are written;
-      [parts, m, n] fp32: sums over consecutive ranges of K, to be added in ascending order.
-    With a batch of weights (one a head): x [m, batch, x_width], w [batch, n, k] and
-    y [m, batch, y_width]. A row's bits follow from n, k and the number of parts alone.
+    of 16 and n of 8. y [m, y_width] bf16 or fp32 with y_width >= n: its first n columns are
+    written. With a batch of weights (one a head): x [m, batch, x_width], w [batch, n, k] and
+    y [m, batch, y_width]. A row's bits follow from n and k alone.
     """
-    if len(w.shape) == 3:
-        dims = check(
-            "gemm_bf16",
-            x=(x, "m batch x_width", "bfloat16"),
-            w=(w, "batch n k", "bfloat16"),
-            y=(y, "m batch y_width", ("bfloat16", "float32")),
-        )
-        batch, count = dims["batch"], 1
-    else:
-        in_parts = len(y.shape) == 3
-        dims = check(
-            "gemm_bf16",
-            x=(x, "m x_width", "bfloat16"),
-            w=(w, "n k", "bfloat16"),
-            y=(y, "parts m n", "float32")
-            if in_parts
-            else (y, "m y_width", ("bfloat16", "float32")),
-        )
-        batch, count = 1, dims.get("parts", 1)
-    m, n, k = dims["m"], dims["n"], dims["k"]
+    batched = len(w.shape) == 3
+    dims = check(
+        "gemm_bf16",
+        x=(x, "m batch x_width" if batched else "m x_width", "bfloat16"),
+        w=(w, "batch n k" if batched else "n k", "bfloat16"),
+        y=(y, "m batch y_width" if batched else "m y_width", ("bfloat16", "float32")),
+    )
+    _launch(x, w, y, dims, 1, stream)
+
+
+def gemm_bf16_parts(x, w, *, parts: int, y, stream=None) -> None:
+    """y[p] = x w^T over the p-th of `parts` ranges of K, each a whole number of stages.
+
+    x [m, x_width] and w [n, k] bf16 as in gemm_bf16; y [parts, m, n] fp32, to be added in ascending
+    p by the kernel that reads it. A row's bits follow from n, k and parts alone.
+    """
+    dims = check(
+        "gemm_bf16_parts",
+        x=(x, "m x_width", "bfloat16"),
+        w=(w, "n k", "bfloat16"),
+        y=(y, f"{parts} m n", "float32"),
+    )
+    stages = cdiv(dims["k"], STAGE_K)
+    if not 1 <= parts <= stages or parts != cdiv(stages, cdiv(stages, parts)):
+        raise ValueError(f"gemm_bf16_parts: {parts} parts of {stages} stages of {STAGE_K} columns")
+    _launch(x, w, y, dims, parts, stream)
+
+
+def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
+    m, n, k, batch = dims["m"], dims["n"], dims["k"], dims.get("batch", 1)
     x_width, y_width = dims["x_width"], dims.get("y_width", n)
-    stages = cdiv(k, STAGE_K)
-    if k % 16 or n % 8:
-        raise NotImplementedError(f"gemm_bf16: k {k} must be a multiple of 16 and n {n} of 8")
     if x_width < k or y_width < n:
         raise ValueError(f"gemm_bf16: x has {x_width} columns for k = {k}, y {y_width} for n = {n}")
-    if x_width % 8:
-        raise NotImplementedError(f"gemm_bf16: rows of x [{x_width}] are not 16-byte aligned")
-    if not 1 <= count <= stages or count != cdiv(stages, cdiv(stages, count)):
-        raise ValueError(f"gemm_bf16: {count} parts of {stages} stages of {STAGE_K} columns")
+    if k % 16 or n % 8 or x_width % 8:
+        raise NotImplementedError(
+            f"gemm_bf16: k {k} must be a multiple of 16, n {n} and the width of x {x_width} of 8"
+        )
     rows = _rows(n, batch)
     tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
     _gemm_bf16(rows=rows, tokens=tokens).launch(
         (cdiv(m, tokens), cdiv(n, rows), batch * count),
-        x, w, m, n, k, batch, x_width, y_width, cdiv(stages, count), y.dtype == np.float32, y,
-        stream=stream,
+        x, w, m, n, k, batch, x_width, y_width, cdiv(cdiv(k, STAGE_K), count),
+        y.dtype == np.float32, y, stream=stream,
     )  # fmt: skip

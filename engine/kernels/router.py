@@ -34,7 +34,7 @@ def _router(*, per_lane: int):
         top_k: u32,
         scale: f32,
         experts: ptr[i32],  # [rows, top_k], out
-        weights: ptr[f32],  # [rows, top_k], out
+        expert_weights: ptr[f32],  # [rows, top_k], out
         status: ptr[i32],  # [rows], out
     ):
         scores = cuda.local.array(per_lane, f32)
@@ -64,7 +64,7 @@ def _router(*, per_lane: int):
             i = lane
             while i < top_k:
                 experts[u32(u32(row * top_k) + i)] = i32(i)
-                weights[u32(u32(row * top_k) + i)] = bits_to_f32(u32(NAN))
+                expert_weights[u32(u32(row * top_k) + i)] = bits_to_f32(u32(NAN))
                 i = u32(i + u32(32))
             if lane == u32(0):
                 status[row] = i32(NOT_A_NUMBER)
@@ -108,7 +108,7 @@ def _router(*, per_lane: int):
             total = f32(total + f32(1e-20))
             i = lane
             while i < top_k:
-                weights[u32(u32(row * top_k) + i)] = f32(f32(chosen[i] / total) * scale)
+                expert_weights[u32(u32(row * top_k) + i)] = f32(f32(chosen[i] / total) * scale)
                 i = u32(i + u32(32))
             if lane == u32(0):
                 status[row] = i32(0)
@@ -117,10 +117,10 @@ def _router(*, per_lane: int):
 
 
 def router(
-    logits, bias, *, top_k: int, scale: float, experts, weights, status, stream=None
+    logits, bias, *, top_k: int, scale: float, experts, expert_weights, status, stream=None
 ) -> None:
     """logits [parts, rows, count] fp32, parts >= 1, added in ascending order; bias [count] fp32;
-    experts [rows, top_k] int32, weights [rows, top_k] fp32, status [rows] int32.
+    experts [rows, top_k] int32, expert_weights [rows, top_k] fp32, status [rows] int32.
 
     top_k at most 32 and count at most 1024 (NotImplementedError).
     """
@@ -129,7 +129,7 @@ def router(
         logits=(logits, "parts rows count", "float32"),
         bias=(bias, "count", "float32"),
         experts=(experts, "rows top_k", "int32"),
-        weights=(weights, "rows top_k", "float32"),
+        expert_weights=(expert_weights, "rows top_k", "float32"),
         status=(status, "rows", "int32"),
     )
     parts, rows, count = dims["parts"], dims["rows"], dims["count"]
@@ -142,6 +142,6 @@ def router(
             f"router: top_k {top_k} of {count}, at most {MAX_TOP_K} of {MAX_EXPERTS}"
         )
     _router(per_lane=cdiv(count, 32)).launch(
-        rows, logits, bias, parts, rows * count, count, top_k, scale, experts, weights, status,
-        stream=stream,
+        rows, logits, bias, parts, rows * count, count, top_k, scale, experts, expert_weights,
+        status, stream=stream,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SwiGLU: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)), for gate and up side by side.
+"""SwiGLU: y = silu(gate) * up for gate and up side by side; silu(g) = g / (1 + exp(-g)).
 
 gate_up comes in parts (ranges of K), added in ascending order in fp32; y is rounded once.
 """
@@ -35,7 +35,9 @@ def _swiglu(*, bf16: bool):
                 gate = f32(gate + gate_up[at])
                 up = f32(up + gate_up[u32(at + inner)])
                 part = u32(part + u32(1))
-            activated = f32(gate / f32(f32(1) + f32(math.exp(f32(-gate)))))
+            small = f32(math.exp(f32(-abs(gate))))  # in (0, 1]: no overflow on either side
+            top = gate if gate >= f32(0) else f32(gate * small)
+            activated = f32(top / f32(f32(1) + small))
             store(y, u32(u32(row * inner) + i), f32(activated * up))
 
     return swiglu

@@ -1,0 +1,26 @@
+"""Residual add in fp32, then RMSNorm (goldens.model.rms_norm) of what was stored."""
+
+import numpy as np
+
+from goldens import model
+from goldens.numerics import Stream, round_to
+
+
+def inputs(rng: Stream, *, parts: int, rows: int, hidden: int, dtype: str) -> dict[str, np.ndarray]:
+    return {
+        "delta": round_to(rng.bell((parts, rows, hidden)), np.float32),
+        "weight": round_to(1 + 0.25 * rng.uniform(hidden), np.dtype(dtype)),
+        "x": round_to(rng.bell((rows, hidden)), np.float32),
+    }
+
+
+def reference(
+    *, delta: np.ndarray, weight: np.ndarray, x: np.ndarray, eps: float
+) -> dict[str, np.ndarray]:
+    """The sum is made as the kernel makes it, fp32 additions in ascending order: x is exact."""
+    total = delta[0]
+    for part in delta[1:]:
+        total = total + part
+    x = x + total
+    y = model.rms_norm(x.astype(np.float64), weight.astype(np.float64), np.float32(eps))
+    return {"x": x.astype(np.float64), "y": y}

@@ -1,0 +1,66 @@
+"""y[m, n] = sum_k x[m, k] w[n, k]: the oracle of every GEMM on unquantised weights.
+
+x may have more columns than w, and y more than w has rows: x's are NaN here, y's must stay.
+"""
+
+import math
+
+import numpy as np
+
+from goldens.numerics import Stream, round_to
+
+LARGE = 1 << 27  # elements of w
+
+
+def inputs(
+    rng: Stream,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    x_width: int,
+    dtype: str,
+    exact: bool = False,
+    y_width: int = 0,
+    batch: int = 0,
+) -> dict[str, np.ndarray]:
+    """exact: integers in [-4, 4], every partial sum below 2^24 and thus the same in any order.
+
+    Otherwise log-normal-like weights (a power of two for every row), so that one row's error
+    cannot hide behind another's size.
+    """
+    many = (batch,) if batch else ()
+    w_shape, x_shape = (*many, n, k), (m, *many, x_width)
+    if n * k > LARGE:  # the head of a real model: its rows repeat, in another order and sign
+        made = inputs(rng, m=m, n=4096, k=k, x_width=x_width, dtype=dtype, exact=exact)
+        pick, signs = rng.integers(0, 4096, n), rng.signs(n).astype(dtype)
+        return {**made, "w": made["w"][pick] * signs[:, None]}
+    if exact:
+        w, x = rng.integers(-4, 5, w_shape), rng.integers(-4, 5, x_shape).astype(np.float64)
+    else:
+        w = rng.bell(w_shape) * 2.0 ** rng.integers(-3, 4, (*many, n, 1))
+        x = rng.bell(x_shape)
+    x[..., k:] = np.nan
+    made = {"x": round_to(x, np.dtype(dtype)), "w": round_to(w, np.dtype(dtype))}
+    if y_width:
+        made["y"] = round_to(rng.bell((m, *many, y_width)), np.dtype(dtype))
+    return made
+
+
+def reference(
+    *, x: np.ndarray, w: np.ndarray, y: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """`y`, where given, is what the output holds before: columns past n keep it."""
+    if w.size > LARGE:  # float64 copies of all of w at once would not fit most machines
+        some = [reference(x=x, w=part) for part in np.array_split(w, math.ceil(w.size / LARGE))]
+        return {key: np.concatenate([one[key] for one in some], axis=-1) for key in some[0]}
+    a = x[..., : w.shape[-1]].astype(np.float64).swapaxes(0, -2)  # [(batch,) m, k]
+    b = w.astype(np.float64).swapaxes(-1, -2)  # [(batch,) k, n]
+    product, size = a @ b, np.abs(a) @ np.abs(b)
+    if x.ndim == 3:
+        product, size = product.swapaxes(0, 1), size.swapaxes(0, 1)
+    if y is None:
+        return {"y": product, "y.magnitude": size}
+    out, magnitude = y.astype(np.float64), np.abs(y.astype(np.float64))
+    out[..., : w.shape[-2]], magnitude[..., : w.shape[-2]] = product, size
+    return {"y": out, "y.magnitude": magnitude}
