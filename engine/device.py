@@ -19,14 +19,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numba import cuda as cuda_api
 from numba.cuda import types
 from numba.cuda.core import config
 
 from engine.unroll import static_range, unroll
 
 __all__ = [
-    "SIMULATED", "Family", "Kernel", "cdiv", "check", "cuda", "f32", "family", "function", "i32",
-    "i64", "kernel", "ptr", "static_range", "u8", "u16", "u32", "u64",
+    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "empty", "f32",
+    "family", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device", "to_host", "u8",
+    "u16", "u32", "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -318,6 +320,42 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
                 f"shape {tuple(array.shape)}, strides {tuple(array.strides)}"
             )
     return dims
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An uninitialised device array; bfloat16 too, which Numba's own constructors refuse."""
+    dtype = _DTYPES.get(dtype) or np.dtype(dtype)
+    flat = cuda_api.device_array(max(int(np.prod(shape)) * dtype.itemsize, 1), np.uint8)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return flat[:nbytes].view(dtype).reshape(shape)
+
+
+def to_device(array: np.ndarray) -> Any:
+    """A device copy of a host array of any dtype, bfloat16 included."""
+    array = np.ascontiguousarray(array)
+    out = empty(array.shape, array.dtype)
+    copy_to_device(array, out)
+    return out
+
+
+def copy_to_device(array: np.ndarray, out: Any) -> None:
+    """Overwrite a device array with a host array of the same shape and dtype."""
+    if tuple(out.shape) != array.shape or out.dtype != array.dtype:
+        raise ValueError(
+            f"copy_to_device: {array.dtype}{list(array.shape)} into {out.dtype}{list(out.shape)}"
+        )
+    if array.size:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        out.reshape(array.size).view(np.uint8).copy_to_device(raw)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A host copy of a device array, of the same shape and dtype."""
+    shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+    if not int(np.prod(shape)):
+        return np.empty(shape, dtype)
+    flat = array.reshape(int(np.prod(shape))).view(np.uint8)
+    return flat.copy_to_host().view(dtype).reshape(shape)
 
 
 def _require_device_array(where: str, array: Any) -> None:
