@@ -27,8 +27,8 @@ from engine.unroll import static_range, unroll
 
 __all__ = [
     "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "empty", "f32",
-    "family", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device", "to_host", "u8",
-    "u16", "u32", "u64",
+    "family", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device", "to_host",
+    "u8", "u16", "u32", "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -332,7 +332,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def to_device(array: np.ndarray) -> Any:
     """A device copy of a host array of any dtype, bfloat16 included."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     out = empty(array.shape, array.dtype)
     copy_to_device(array, out)
     return out
