@@ -5,10 +5,14 @@ then the values, by the output's `match`:
 
 exact      The bits of the golden, rounded once. Also the sign of a zero; any NaN equals any NaN.
 ulp        At most n representable values away from the golden, rounded once. -0 and 0 are one.
-dot        |err| <= slack * sqrt(terms) * u(accumulate) * magnitude + u(store) * |golden|
-companion  |err| <= slack * magnitude + u(store) * |golden|
-           Both against the golden as it is, in float64. Half a smallest subnormal of the store
-           format is added, because that is what rounding may lose there.
+dot        What rounding to `store` makes of some value within the allowance of the golden, where
+           allowance = slack * sqrt(terms) * u(accumulate) * magnitude. That is, |err| <= allowance
+           + half the distance of `store` numbers around the result, which is at most
+           u(store) * |golden| but for the allowance itself.
+companion  The same, where allowance = slack * magnitude.
+
+Headroom is the share of the allowance, or of the ulps, that was used: 1 is the limit. Rounding to
+`store` does not count, because it is the same for every right kernel and would hide all else.
 
 In an exact-regime case every sum is representable, so dot, companion and ulp allow no error at all
 there; a zero may have either sign, because that depends on how an empty sum started.
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
-from harness.golden import CHUNK, Golden, rounded
+from harness.golden import CHUNK, Golden, numerics, rounded
 from harness.report import Result, Status
 from harness.spec import FLOATS, Case, Output, Spec
 
@@ -54,10 +58,10 @@ def rule(spec: Spec, case: Case, output: Output) -> str:
     if match.kind == "dot":
         terms = spec.terms(output, case)
         return (
-            f"dot: {match.slack:g} * sqrt({terms}) * u({match.accumulate}) * magnitude"
-            f" + u({match.store}) * |want|"
+            f"within {match.slack:g} * sqrt({terms}) * u({match.accumulate}) * magnitude,"
+            f" then rounded to {match.store}"
         )
-    return f"companion: {match.slack:g} * magnitude + u({match.store}) * |want|"
+    return f"within {match.slack:g} * magnitude, then rounded to {match.store}"
 
 
 def _compare(spec: Spec, case: Case, golden: Golden, actual: Actual, output: Output) -> Result:
@@ -133,7 +137,7 @@ def _failed(
     assert at is not None
     g, w = got[at].reshape(1), want[at].reshape(1)
     m = None if magnitude is None else magnitude[at].reshape(1)
-    bound = judge.bound(w, m)
+    bound = judge.bound(g, m)
     said = [also] if also else []
     if status is Status.UNWRITTEN:
         said.append("the poison survived")
@@ -169,7 +173,7 @@ class _Judge:
         self.ulp = match.ulp if match.kind == "ulp" else 0
         self.factor = 0.0
         if match.kind == "dot" and not case.exact:
-            u = _unit_roundoff(match.accumulate)
+            u = float(ml_dtypes.finfo(match.accumulate).eps) / 2
             self.factor = match.slack * math.sqrt(spec.terms(output, case)) * u
         elif match.kind == "companion" and not case.exact:
             self.factor = match.slack
@@ -192,22 +196,25 @@ class _Judge:
         if self.bits:
             ratio = np.where(_bits(got) == _bits(near), 0.0, math.inf)
         elif self.exact:
-            ratio = np.where(ulp_distance(got, near) == 0, 0.0, math.inf)
+            ratio = np.where(numerics().ulp_distance(got, near) == 0, 0.0, math.inf)
         elif self.ulp:
-            ratio = ulp_distance(got, near).astype(np.float64) / self.ulp
+            ratio = numerics().ulp_distance(got, near).astype(np.float64) / self.ulp
         else:
-            error = np.abs(got.astype(np.float64) - want)
-            bound = self.bound(want, magnitude)
-            ratio = np.where(error == 0, 0.0, error / bound)  # 0 / 0 is no error
+            assert magnitude is not None
+            beyond = np.abs(got.astype(np.float64) - want) - self.store_error(got)
+            allowance = self.factor * magnitude
+            ratio = np.where(beyond <= 0, 0.0, beyond / allowance)  # 0 / 0 is no error
         return odd, np.where(finite, ratio, 0.0)
 
-    def bound(self, want: np.ndarray, magnitude: np.ndarray | None) -> np.ndarray | None:
+    def store_error(self, got: np.ndarray) -> np.ndarray:
+        """What rounding to the store format may have moved, float64: half an ulp of the result."""
+        return numerics().ulp(got, self.output.match.store) / 2
+
+    def bound(self, got: np.ndarray, magnitude: np.ndarray | None) -> np.ndarray | None:
         """Largest error allowed, in float64; None where the match is not a bound."""
         if not self.factor or magnitude is None:
             return None
-        store = self.output.match.store
-        floor = float(ml_dtypes.finfo(store).smallest_subnormal) / 2
-        return self.factor * magnitude + _unit_roundoff(store) * np.abs(want) + floor
+        return self.factor * magnitude + self.store_error(got)
 
     def how_far(
         self, got: np.ndarray, want: np.ndarray, magnitude: np.ndarray | None, worst: float
@@ -215,11 +222,11 @@ class _Judge:
         if self.output.dtype not in FLOATS:
             return []
         if self.exact or self.ulp:
-            said = f"off by {int(ulp_distance(got, rounded(want, self.output))[0])} ulp"
+            said = f"off by {int(numerics().ulp_distance(got, rounded(want, self.output))[0])} ulp"
             return [said if self.exact else f"{said}, worst {worst * self.ulp:.0f} ulp"]
         _, ratio = self(got, want, magnitude)
         error = abs(float(got[0]) - float(want[0]))
-        return [f"off by {error:.3g}, {ratio[0]:.3g} times the bound, worst {worst:.3g} times"]
+        return [f"off by {error:.3g}, {ratio[0]:.3g} times the allowance, worst {worst:.3g} times"]
 
 
 class _Tally:
@@ -251,21 +258,8 @@ class _Tally:
         return f"[{', '.join(sides)}]"
 
 
-def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How many representable values lie between two float arrays of one dtype, as uint64."""
-    sign = np.uint64(1 << (8 * a.dtype.itemsize - 1))
-    a, b = _bits(a).astype(np.uint64), _bits(b).astype(np.uint64)
-    far_a, far_b = a & ~sign, b & ~sign  # distances from zero
-    apart = np.where(far_a > far_b, far_a - far_b, far_b - far_a)
-    return np.where((a & sign) == (b & sign), apart, far_a + far_b)
-
-
 def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-def _unit_roundoff(dtype: str) -> float:
-    return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
 def _value(number: np.generic) -> float | int | bool:

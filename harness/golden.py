@@ -110,14 +110,19 @@ def reference(spec: Spec, case: Case, golden: Golden, function: str = "reference
 
 def stream(spec: Spec, case: Case) -> Any:
     """The case's random stream: the same numbers on every machine, others for every other case."""
-    return importlib.import_module("goldens.numerics").Stream(spec.stem, case.name)
+    return numerics().Stream(spec.stem, case.name)
 
 
 def rounded(values: np.ndarray, output: Output) -> np.ndarray:
     """Golden values in the output's dtype: rounded once, to nearest, ties to even."""
     if values.dtype == output.numpy_dtype or output.dtype not in FLOATS:
         return values.astype(output.numpy_dtype, copy=False)
-    return importlib.import_module("goldens.numerics").round_to(values, output.dtype)
+    return numerics().round_to(values, output.dtype)
+
+
+def numerics() -> ModuleType:
+    """Rounding, ulps and streams, which the judge shares with the oracles."""
+    return importlib.import_module("goldens.numerics")
 
 
 def _build(spec: Spec, case: Case, weights: Any, config: Any) -> Golden:

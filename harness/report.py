@@ -62,7 +62,7 @@ class Result:
     got: float | int | bool | None = None
     want: float | int | bool | None = None
     bound: float | None = None
-    headroom: float | None = None  # max(err / bound); None where the match is exact
+    headroom: float | None = None  # share of the allowance used; None where the match is exact
     message: str = ""
 
 
@@ -223,7 +223,7 @@ def write(path: Path | str, verdicts: Sequence[Verdict], **context: Any) -> dict
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The report as one HTML page. Headroom bars: near 1 is tight, under 0.01 is slack."""
+    """The report as one HTML page, with headroom bars."""
     import jinja2
 
     text = importlib.resources.files("harness").joinpath("report.html.j2").read_text("utf-8")

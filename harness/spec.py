@@ -77,8 +77,8 @@ class Match:
 
     exact      same bits
     ulp        within `ulp` units in the last place of the correctly rounded golden
-    dot        |err| <= slack * sqrt(terms) * u(accumulate) * magnitude + u(store) * |golden|
-    companion  |err| <= slack * magnitude + u(store) * |golden|
+    dot        within slack * sqrt(terms) * u(accumulate) * magnitude, then rounded to `store`
+    companion  within slack * magnitude, then rounded to `store`
     """
 
     kind: str
