@@ -272,7 +272,7 @@ def _readable(names: list[str] | None) -> list:
         fail(error)
     if asked.broken:
         fail("\n".join(str(error) for error in asked.broken), 1)
-    return list(dict.fromkeys(s for s, _ in asked.here + asked.elsewhere))
+    return list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
 
 
 # -- the rest --------------------------------------------------------------------------------------
@@ -309,6 +309,9 @@ def report_merge(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the merged report goes.")] = Path(
         "report"
     ),
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Write ci/receipts/GPU.json from the merged report.")
+    ] = False,
 ) -> None:
     """Join the reports of the shards of one run, made with kdtr gate --shard I/N.
 
@@ -327,6 +330,9 @@ def report_merge(
     for case in written["cases"]:
         if not case["ok"]:
             say("\n" + case["text"])
+    if receipt:
+        for path in receipts.record(Path.cwd(), written, stages.readable(specs)):
+            say(f"receipt: {path}")
     gone = stages.unjudged(written, specs)
     for each in gone:
         say(f"FAILED {each} was asked for and has no verdict")

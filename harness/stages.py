@@ -41,6 +41,10 @@ def load_specs(root: Path) -> list[Spec | SpecError]:
     return loaded
 
 
+def readable(specs: Sequence[Spec | SpecError]) -> list[Spec]:
+    return [s for s in specs if isinstance(s, Spec)]
+
+
 @dataclass(frozen=True)
 class Asked:
     """What one run was asked for: the cases that this machine can run, and those it cannot."""
@@ -198,10 +202,11 @@ class Gate:
         """One pytest session over `pairs`; its report goes to `self.reports`."""
         self.say(f"stage {stage}: {_count(len(pairs), 'case')} on {self.where(gpus)}")
         command = [
-            sys.executable, "-m", "pytest", *self.targets(pairs), *_plugin(), "--color", _color(),
-            "-o", "addopts=", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-qq",
-            "--device", self.device, "--kdtr-report", str(folder), "--kdtr-progress",
-            "--kdtr-lease-wait", str(self.lease_wait),
+            sys.executable, "-m", "pytest", *self.targets(pairs), *plugin_arguments(),
+            "-o", "addopts=", "-p", "no:cacheprovider", "--color", _color(),
+            "-qq", "--no-header", "--no-summary", "--kdtr-progress",
+            "--device", self.device, "--kdtr-lease-wait", str(self.lease_wait),
+            "--kdtr-report", str(folder),
         ]  # fmt: skip
         if self.choice.gpus:
             command += ["--kdtr-gpus", str(gpus)]
@@ -275,11 +280,14 @@ class Gate:
                 self.say("\n" + case["text"])
         self.tell_elsewhere()
         if self.receipt and verdicts:
-            for path in receipts.record(self.root, written, self.readable()):
+            for path in receipts.record(self.root, written, readable(self.specs)):
                 self.say(f"receipt: {path.relative_to(self.root)}")
         self.check_receipts()
         totals = written["totals"]
-        if not totals["passed"] and not self.problems:
+        nothing = self.shard and not self.asked.here and not self.asked.broken
+        if nothing:
+            self.say(f"no case falls into shard {self.shard[0]}/{self.shard[1]}")
+        elif not totals["passed"] and not self.problems:
             self.problems.append("nothing was run and passed")
         if self.interrupted:
             self.problems.append("interrupted: the report is partial")
@@ -292,9 +300,6 @@ class Gate:
             line += f", {len(self.asked.elsewhere)} not for this machine"
         self.say(f"\n{line}; {self.folder / 'report.html'}")
         return 130 if self.interrupted else 1 if self.problems else 0
-
-    def readable(self) -> list[Spec]:
-        return [s for s in self.specs if isinstance(s, Spec)]
 
     def tell_elsewhere(self) -> None:
         """The cases that cannot run here, by the state of their receipts: they are not passes."""
@@ -334,7 +339,7 @@ def _folded(ids: Sequence[str]) -> list[str]:
     return [f"{name}: {' '.join(cases)}" for name, cases in by_spec.items()]
 
 
-def _plugin() -> list[str]:
+def plugin_arguments() -> list[str]:
     """How pytest finds our plugin: by its entry point, or by name where nothing is installed."""
     points = importlib.metadata.entry_points(group="pytest11")
     return [] if any(p.value == "harness.plugin" for p in points) else ["-p", "harness.plugin"]
