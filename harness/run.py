@@ -249,18 +249,16 @@ class _Buffer:
 
     def trespass(self) -> str | None:
         """Where a guard band was written to, in words."""
-        size = self.dtype.itemsize
-        after = self.bytes[GUARD + self.size :].copy_to_host() != _BAND
-        before = self.bytes[:GUARD].copy_to_host() != _BAND
-        if after.any():
-            at = int(after.argmax())
-            n = int(after.sum())
-            return f"{n} bytes behind the end of {self.name}, first at element end + {at // size}"
-        if before.any():
-            at = GUARD - int(np.flatnonzero(before)[-1])
-            n = int(before.sum())
+        item = self.dtype.itemsize
+        after = np.flatnonzero(self.bytes[GUARD + self.size :].copy_to_host() != _BAND) // item
+        if after.size:
+            n = len(set(after))
+            return f"behind the end of {self.name}: {n} elements, first at end + {after[0]}"
+        before = (GUARD - 1 - np.flatnonzero(self.bytes[:GUARD].copy_to_host() != _BAND)) // item
+        if before.size:
+            n = len(set(before))
             return (
-                f"{n} bytes before the start of {self.name}, last at element {-(-at // size) * -1}"
+                f"before the start of {self.name}: {n} elements, last at start - {1 + before[-1]}"
             )
         return None
 
@@ -296,7 +294,9 @@ class _Bench:
                 buffer.fill(content)
         except Exception as error:
             raise Fault(
-                Status.CRASHED, f"the case's tensors cannot be put on the device: {_told(error)}"
+                Status.CRASHED,
+                f"the case's tensors cannot be put on the device: {_told(error)}",
+                lost=_context_lost(),
             ) from error
 
     def arguments(self, *, second: bool) -> dict[str, Any]:

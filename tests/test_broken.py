@@ -11,7 +11,11 @@ from harness.report import Status
 SPECS = Path(__file__).parent / "broken" / "specs"
 
 # The simulator stops at the access and names the thread; on a GPU the guard band tells.
-PAST = "index 120 is out of bounds" if run.simulated() else "4 bytes behind the end of y"
+PAST = (
+    "index 120 is out of bounds"
+    if run.simulated()
+    else "behind the end of y: 1 elements, first at end + 0"
+)
 
 TEN = [
     ("rms_norm", "wrong_tail", Status.WRONG, "all of them within [0:3, 32:40]"),

@@ -85,7 +85,7 @@ def test_a_write_into_the_guard_band_costs_nothing_but_the_verdict(judge):
     stray = "y[i] = x[i] if i < 24 else 7"
     (status, lost, text), (after, *_) = judge(KERNEL.format(body=stray), "f, scale")
     assert (status, lost) == (Status.OUT_OF_BOUNDS, False), text
-    assert "32 bytes behind the end of y, first at element end + 0" in text
+    assert "behind the end of y: 8 elements, first at end + 0" in text
     assert after == Status.PASSED
 
 

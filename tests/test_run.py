@@ -116,11 +116,10 @@ def test_the_two_poisons_differ_and_floats_are_nan(dtype):
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (-1, "1 bytes before the start of y, last at element -1"),
-        (-5, "1 bytes before the start of y, last at element -2"),
-        (96, "1 bytes behind the end of y, first at element end + 0"),
-        (97, "1 bytes behind the end of y, first at element end + 0"),
-        (104, "1 bytes behind the end of y, first at element end + 2"),
+        (-1, "before the start of y: 1 elements, last at start - 1"),
+        (-5, "before the start of y: 1 elements, last at start - 2"),
+        (96, "behind the end of y: 1 elements, first at end + 0"),
+        (104, "behind the end of y: 1 elements, first at end + 2"),
     ],
 )
 def test_one_byte_outside_is_seen(judge, at, said):
