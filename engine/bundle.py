@@ -29,6 +29,7 @@ from engine.tensorfile import write as write_tensors
 
 FORMAT, VERSION = "kdtr", "1"
 GROUP = 32  # weights along the input axis that share a scale
+CHUNK = 1 << 20  # values looked at together
 NOT_QUANTISED, INT4 = "none", "int4-g32"
 GOLDEN = {"prompts": "I32", "golden_tokens": "I32", "golden_margins": "F32"}
 
@@ -330,8 +331,8 @@ def check_finite(array: np.ndarray, what: str) -> None:
     if array.dtype.kind in "iub":
         return
     flat = array.reshape(-1)
-    for at in range(0, flat.size, 1 << 22):
-        bad = ~np.isfinite(flat[at : at + (1 << 22)])
+    for at in range(0, flat.size, CHUNK):
+        bad = ~np.isfinite(flat[at : at + CHUNK])
         if bad.any():
             where = np.unravel_index(at + int(bad.argmax()), array.shape)
             raise InvalidFile(f"{what} holds {array[where]} at {[int(index) for index in where]}")

@@ -138,13 +138,15 @@ def read(directory: str | os.PathLike[str]) -> Checkpoint:
     for name, matrix in bundle.layout(config):
         base = name.removesuffix(".weight")
         module = prefix + base
-        if f"{module}.weight_packed" not in owners:
+        parts = [f"{module}.{part}" for part in ("weight_packed", "weight_scale")]
+        parts = [part for part in parts if part in owners]
+        if not parts:
             dtype = "F32" if matrix.float32 else plain_dtype
             take(prefix + name, name, (dtype,), matrix.shape)
             if ignore is not None and matrix.packable and not _matches(ignore, module):
                 untouched.append(module)
             continue
-        packed = Source(owners[f"{module}.weight_packed"], f"{module}.weight_packed")
+        packed = Source(owners[parts[0]], parts[0])
         if not matrix.packable:
             raise packed.error("INT4, but the engine keeps this matrix in 16 bits")
         if ignore is None:
