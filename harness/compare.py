@@ -52,7 +52,7 @@ def rule(spec: Spec, case: Case, output: Output) -> str:
     if match.kind == "exact":
         return "exact"
     if case.exact:
-        return "exact-regime inputs: no error allowed"
+        return "no error, the inputs make every sum exact"
     if match.kind == "ulp":
         return f"within {match.ulp} ulp of {output.dtype}"
     if match.kind == "dot":
@@ -108,17 +108,15 @@ def _compare(spec: Spec, case: Case, golden: Golden, actual: Actual, output: Out
         (Status.WRONG, wrong),
     ):
         if tally.count:
-            also = "" if status is Status.WRONG or not wrong.count else f"{wrong.count} more wrong"
-            return _failed(base, status, tally, judge, got, want, magnitude, also)
+            result = _failed(base, status, tally, judge, got, want, magnitude)
+            if status is not Status.WRONG and wrong.count:
+                result = replace(result, message=f"{result.message}; {wrong.count} more are wrong")
+            return result
     unstable = actual.unstable.get(name)
     if unstable is not None and unstable.any():
         tally = _Tally(shape)
         tally.add(0, unstable)
-        return replace(
-            _failed(base, Status.NONDETERMINISTIC, tally, judge, got, want, magnitude, ""),
-            want=None,
-            bound=None,
-        )
+        return _failed(base, Status.NONDETERMINISTIC, tally, judge, got, want, magnitude)
     return base
 
 
@@ -130,7 +128,6 @@ def _failed(
     got: np.ndarray,
     want: np.ndarray,
     magnitude: np.ndarray | None,
-    also: str,
 ) -> Result:
     """The Result that says where, how far, and what the wrong elements have in common."""
     at = tally.first
@@ -138,22 +135,20 @@ def _failed(
     g, w = got[at].reshape(1), want[at].reshape(1)
     m = None if magnitude is None else magnitude[at].reshape(1)
     bound = judge.bound(g, m)
-    said = [also] if also else []
-    if status is Status.UNWRITTEN:
-        said.append("the poison survived")
-    elif status is Status.NONDETERMINISTIC:
-        said.append("a second run gave other bits")
-    elif status is Status.WRONG:
-        with np.errstate(all="ignore"):
-            said += judge.how_far(g, w, m, tally.worst)
-    if tally.count > 1:
-        said.append(f"all of them within {tally.box()}")
-    if status is Status.WRONG and got.size > 1 and (got == got.flat[0]).all():
-        said.append(f"got {_value(got.flat[0])} everywhere")
+    with np.errstate(all="ignore"):
+        said = {
+            Status.UNWRITTEN: lambda: ["the poison survived both runs"],
+            Status.NONFINITE: lambda: ["the golden has no NaN or infinity there, or another"],
+            Status.NONDETERMINISTIC: lambda: ["a second run gave other bits"],
+            Status.WRONG: lambda: [
+                judge.how_far(g, w, m, tally.worst), *judge.likeness(got, want, magnitude, tally)
+            ],
+        }[status]()  # fmt: skip
     return replace(
         base,
         status=status,
         wrong=tally.count,
+        within=tally.box(),
         first=at,
         got=_value(g[0]),
         want=_value(rounded(w, judge.output)[0] if judge.exact else w[0]),
@@ -218,15 +213,41 @@ class _Judge:
 
     def how_far(
         self, got: np.ndarray, want: np.ndarray, magnitude: np.ndarray | None, worst: float
-    ) -> list[str]:
+    ) -> str:
+        error = abs(_value(got[0]) - _value(want[0]))
         if self.output.dtype not in FLOATS:
-            return []
+            return f"off by {error}"
         if self.exact or self.ulp:
-            said = f"off by {int(numerics().ulp_distance(got, rounded(want, self.output))[0])} ulp"
-            return [said if self.exact else f"{said}, worst {worst * self.ulp:.0f} ulp"]
+            ulps = int(numerics().ulp_distance(got, rounded(want, self.output))[0])
+            said = f"off by {ulps} ulp" if ulps < 1000 else f"off by {error:.3g}"
+            return said if self.exact else f"{said}, the worst by {worst * self.ulp:.3g} ulp"
         _, ratio = self(got, want, magnitude)
-        error = abs(float(got[0]) - float(want[0]))
-        return [f"off by {error:.3g}, {ratio[0]:.3g} times the allowance, worst {worst:.3g} times"]
+        return (
+            f"off by {error:.3g}, {ratio[0]:.3g} times the allowance, the worst {worst:.3g} times"
+        )
+
+    def likeness(
+        self, got: np.ndarray, want: np.ndarray, magnitude: np.ndarray | None, tally: "_Tally"
+    ) -> list[str]:
+        """What the wrong elements look like: a constant, a factor, another element's value."""
+        if got.size > 1 and (got == got.flat[0]).all():
+            return [f"got {_value(got.flat[0])} everywhere"]
+        some = np.concatenate(tally.some)
+        g, w = (a.reshape(-1)[some].astype(np.float64) for a in (got, want))
+        factor = g / w
+        typical = np.median(factor)
+        if len(some) > 2 and np.isfinite(typical) and np.ptp(factor) < 1e-2 * abs(typical):
+            return [f"got is about {typical:.4g} * want in the wrong elements"]
+        if got.size > CHUNK or not g[0]:
+            return []
+        here = np.broadcast_to(got.reshape(-1)[some[0]], want.size)
+        every = None if magnitude is None else magnitude.reshape(-1)
+        odd, ratio = self(here, want.reshape(-1), every)
+        places = np.flatnonzero(~odd & (ratio <= 1))
+        if places.size != 1:
+            return []
+        place = tuple(int(i) for i in np.unravel_index(places[0], want.shape))
+        return [f"got is what belongs at {place}"]
 
 
 class _Tally:
@@ -236,6 +257,7 @@ class _Tally:
         self.shape = shape
         self.count, self.worst = 0, 0.0
         self.first: tuple[int, ...] | None = None
+        self.some: list[np.ndarray] = []  # flat indices of about a thousand of them
         self.low = self.high = np.zeros(len(shape), int)
 
     def add(self, start: int, wrong: np.ndarray, ratio: np.ndarray | None = None) -> None:
@@ -249,6 +271,8 @@ class _Tally:
         if self.first is None:
             self.first, self.low, self.high = tuple(where[0].tolist()), low, high
         self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
+        if self.count < 1000:
+            self.some.append(at[:1000] + start)
         self.count += at.size
 
     def box(self) -> str:

@@ -58,6 +58,7 @@ class Result:
     wrong: int  # elements
     total: int
     match: str  # the rule, in words
+    within: str = ""  # the box of indices that holds the wrong elements: "[0:3, 95]"
     first: tuple[int, ...] | None = None
     got: float | int | bool | None = None
     want: float | int | bool | None = None
@@ -113,7 +114,7 @@ def failure_text(verdict: Verdict) -> str:
     lines += [f"  {line}" for line in verdict.message.splitlines()]
     for result in verdict.outputs:
         if not result.status.ok:
-            lines.append(f"  {result_text(result)}")
+            lines += [f"  {line}" for line in result_lines(result)]
     lines += [f"  note    {note}" for note in verdict.notes]
     lines.append(f"  spec    {verdict.id.partition('::')[0]}")
     if verdict.reference:
@@ -124,16 +125,20 @@ def failure_text(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def result_text(result: Result) -> str:
-    text = f"{result.output}: {result.status}"
-    if result.wrong:
-        text += f", {result.wrong} of {result.total} wrong"
-    if result.first is not None:
-        text += f", first at {result.first}: got {_number(result.got)}, want {_number(result.want)}"
+def result_lines(result: Result) -> list[str]:
+    """One output's failure: how many and where, the first one, what is allowed, what it is like."""
+    if result.first is None:
+        return [f"{result.output}: {result.status}, {result.message}"]
+    wrong = f"{result.output}: {result.status}, {result.wrong} of {result.total} wrong"
+    first = f"first at {result.first}: got {_number(result.got)}, want {_number(result.want)}"
     if result.bound is not None:
-        text += f", bound {_number(result.bound)}"
-    text += f" ({result.match})"
-    return f"{text}; {result.message}" if result.message else text
+        first += f", bound {_number(result.bound)}"
+    return [
+        wrong if result.wrong == 1 else f"{wrong}, all of them within {result.within}",
+        f"  {first}",
+        f"  allowed: {result.match}",
+        *(f"  {said}" for said in result.message.split("; ") if said),
+    ]
 
 
 def again(verdict: Verdict) -> str:

@@ -351,14 +351,14 @@ class _Bench:
 
     def _look_at_inputs(self) -> None:
         for name, (buffer, content) in self.constant.items():
-            now, before = _flat_bits(buffer.host()), _flat_bits(content)
-            if not np.array_equal(now, before):
-                changed = np.flatnonzero(now != before)
+            now = buffer.host()
+            changed = np.flatnonzero(_flat_bits(now) != _flat_bits(content))
+            if changed.size:
                 at = tuple(int(i) for i in np.unravel_index(changed[0], buffer.shape))
                 raise Fault(
                     Status.MUTATED_INPUT,
-                    f"{name} was changed by the launcher: {changed.size} of {now.size} elements, "
-                    f"first at {at}",
+                    f"{name} was changed by the launcher: {changed.size} of {now.size} elements\n"
+                    f"first at {at}: it was {content[at]} and is {now[at]}",
                 )
 
     def _describe(self, returned: Any, keywords: Mapping[str, Any]) -> str:
@@ -462,7 +462,9 @@ def _inside_a_block(error: Exception) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """Type, text, notes and the innermost line of an error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Type, text, notes and the innermost line of an error that is not some library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1])
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes} ({Path(frame.filename).name}:{frame.lineno})"
+    where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return f"{type(error).__name__}: {error}{notes} ({where})"

@@ -138,7 +138,7 @@ def test_chunks_give_the_same_answer(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 7)
     assert judge(got, want, Match("ulp", ulp=1)) == whole
     assert whole.first == (7, 42)
-    assert "within [7:10, 41:43]" in whole.message
+    assert whole.within == "[7:10, 41:43]"
 
 
 # -- what must fail ------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_what_was_never_written_is_unwritten_and_not_merely_wrong():
     got = values(1.0, np.nan, 5.0)
     result = judge(got, np.ones(3), unwritten=[False, True, False])
     assert (result.status, result.wrong, result.first) == (Status.UNWRITTEN, 1, (1,))
-    assert "1 more wrong" in result.message
+    assert "1 more are wrong" in result.message
 
 
 def test_two_runs_with_different_bits_fail_though_both_are_within_the_bound():
@@ -317,3 +317,26 @@ def test_two_runs_with_different_bits_fail_though_both_are_within_the_bound():
 def test_a_wrong_value_outranks_an_unstable_one():
     result = judge(values(9.0, 1.0), np.ones(2), unstable=[True, True])
     assert result.status is Status.WRONG
+
+
+# -- what the wrong elements look like -----------------------------------------------------------
+
+
+def test_a_missing_factor_is_named():
+    want = np.linspace(1, 2, 50)
+    result = judge((want * 0.125).astype(np.float32), want, F32_DOT, magnitude=2.0)
+    assert "got is about 0.125 * want in the wrong elements" in result.message
+
+
+def test_an_element_in_the_wrong_place_is_named():
+    want = np.linspace(1, 2, 12).reshape(3, 4)
+    got = want.astype(np.float32)
+    got[1, [2, 3]] = got[1, [3, 2]]
+    for match in (Match("exact"), Match("ulp", ulp=2), F32_DOT):
+        result = judge(got, want, match, magnitude=2.0)
+        assert "got is what belongs at (1, 3)" in result.message
+
+
+def test_a_value_that_could_come_from_many_places_is_not_guessed():
+    want = np.array([1, 2, 2, 3, 4])
+    assert "belongs" not in judge(np.array([2, 2, 2, 3, 9]), want).message

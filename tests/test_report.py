@@ -45,7 +45,8 @@ WRONG = replace(
             want=1.5,
             bound=1e-3,
             headroom=math.inf,
-            message="all of them within [0:3, 95]",
+            within="[0:3, 95]",
+            message="off by 0.107; got is what belongs at (0, 96)",
         ),
     ),
 )
@@ -54,8 +55,11 @@ WRONG = replace(
 def test_a_failure_says_what_where_and_how_to_see_it_again():
     assert report.failure_text(WRONG).splitlines() == [
         "scale::odd_tail WRONG on simulator",
-        "  y: WRONG, 9 of 288 wrong, first at (0, 95): got nan, want 1.5, bound 0.001"
-        " (within 1 ulp of float32); all of them within [0:3, 95]",
+        "  y: WRONG, 9 of 288 wrong, all of them within [0:3, 95]",
+        "    first at (0, 95): got nan, want 1.5, bound 0.001",
+        "    allowed: within 1 ulp of float32",
+        "    off by 0.107",
+        "    got is what belongs at (0, 96)",
         "  spec    specs/scale.toml",
         "  oracle  broken.scale",
         "  kernel  broken.scale:scale",

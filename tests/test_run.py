@@ -155,7 +155,8 @@ def test_a_changed_input_is_seen(judge):
 
     verdict = judge(changes)
     assert verdict.status is Status.MUTATED_INPUT
-    assert "1 of 24 elements, first at (2, 7)" in verdict.message
+    assert "x was changed by the launcher: 1 of 24 elements" in verdict.message
+    assert "first at (2, 7): it was " in verdict.message
 
 
 def test_a_returned_array_is_no_result(judge):
