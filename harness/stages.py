@@ -306,10 +306,14 @@ class Gate:
         if not self.asked.elsewhere:
             return
         self.say(f"\n{_count(len(self.asked.elsewhere), 'case')} not for this machine:")
+        if self.kernel:  # receipts are about the spec's own
+            for line in _folded([s.case_id(c) for s, c in self.asked.elsewhere]):
+                self.say(f"  {line}")
+            return
         for gpu in receipts.known(self.root) or ["any GPU"]:
             states: dict[str, list[str]] = {}
             for one in receipts.standing(self.root, gpu, self.asked.elsewhere):
-                states.setdefault(one.state, []).append(one.id.removeprefix("specs/"))
+                states.setdefault(one.state, []).append(one.id)
             for state, ids in sorted(states.items()):
                 self.say(f"  {state} receipt of {gpu}: {len(ids)}")
                 if state != receipts.State.FRESH:
@@ -334,7 +338,7 @@ def _folded(ids: Sequence[str]) -> list[str]:
     """Case ids as a line a spec: "rms_norm.toml: one_token full_tree"."""
     by_spec: dict[str, list[str]] = {}
     for each in ids:
-        name, _, case = each.partition("::")
+        name, _, case = each.removeprefix("specs/").partition("::")
         by_spec.setdefault(name, []).append(case)
     return [f"{name}: {' '.join(cases)}" for name, cases in by_spec.items()]
 
