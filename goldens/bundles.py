@@ -26,7 +26,7 @@ from goldens.numerics import BF16, Stream, pack_int4, quantise, round_to
 
 NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_sample")
 PINNED = Path(__file__).parent / "pinned"
-STEPS = 64  # golden tokens a prompt
+STEPS = 32  # golden tokens a prompt
 _PROMPTS = {"tiny": (0, 1, 2), "tiny2": (0, 1, 2)}
 PROMPT_LENGTHS = (5, 8, 13)
 LORA_EPS = 1e-6  # the default in DeepSeek's modeling file; config.json does not carry it

@@ -26,6 +26,7 @@ def forward(
     faithful: bool = False,
     rounding: Rounding | None = None,
     chosen: np.ndarray | None = None,
+    naive: bool = False,
 ) -> dict[str, np.ndarray]:
     """Logits and everything on the way, for the tokens [t] of one request.
 
@@ -34,6 +35,7 @@ def forward(
         it. Node i sits at position P + depth(i).
     faithful   round where the engine rounds (goldens/rounding.py); `rounding` gives any other.
     chosen   int64 [moe layers, t, k], experts to use in place of the router's choice.
+    naive   attention by its definition (goldens.model.mla_naive), exact only.
 
     Returns float64 unless said otherwise:
     logits [t, vocab], hidden [layers + 1, t, hidden] (the residual stream after the embedding and
@@ -68,7 +70,9 @@ def forward(
     dense = config["first_k_dense_replace"]
     for layer in range(layers):
         forced = chosen[layer - dense] if chosen is not None and layer >= dense else None
-        done = decoder_layer(x, prefix_cache[layer], weights, layer, config, window, r, forced)
+        done = decoder_layer(
+            x, prefix_cache[layer], weights, layer, config, window, r, forced, naive=naive
+        )
         x = done.x
         hidden.append(x)
         run.append(done)

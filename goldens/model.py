@@ -299,8 +299,14 @@ def mla_naive(
     layer: int,
     config: Config,
     window: Window,
+    r: Rounding = EXACT,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same by the definition: keys and values of every head are expanded. Exact only."""
+    """The same by the definition: keys and values of every head are expanded.
+
+    No engine computes this, so there is no place where it would round: `r` must be exact.
+    """
+    if r != EXACT:
+        raise ValueError("mla_naive: only exact; the engine's roundings belong to `mla`")
     heads, _, rope_dim, v, rank = _attention(config)
     w_uk, w_uv = up_projections(weights, layer, config)
     part = mla_project(h, weights, layer, config, window.positions)
@@ -429,11 +435,14 @@ def decoder_layer(
     window: Window,
     r: Rounding = EXACT,
     chosen: np.ndarray | None = None,
+    *,
+    naive: bool = False,
 ) -> Layer:
     """x [t, hidden] residual stream, cache [P, R + rope] latents of the prefix in this layer."""
+    attend = mla_naive if naive else mla
     name, eps = f"model.layers.{layer}.", config["rms_norm_eps"]
     h = r.act(rms_norm(x, weights(name + "input_layernorm"), eps))
-    attention, latent = mla(h, cache, weights, layer, config, window, r)
+    attention, latent = attend(h, cache, weights, layer, config, window, r)
     x = r.single(x + attention)
     h = r.act(rms_norm(x, weights(name + "post_attention_layernorm"), eps))
     if is_dense(layer, config):
