@@ -248,7 +248,7 @@ class Kernel:
 
 
 # The files besides a kernel's own that end up in machine code.
-_CODE_FILES = {"activation.py", "device.py", "ptx.py", "unroll.py", "warp.py"}
+_CODE_FILES = {"activation.py", "device.py", "int4.py", "ptx.py", "unroll.py", "warp.py"}
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:

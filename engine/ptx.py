@@ -18,15 +18,16 @@ from numba.cuda import types
 from engine.device import SIMULATED, f32, i32, u32, u64
 
 __all__ = [
-    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
-    "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
-    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_outer", "ldmatrix_x2", "ldmatrix_x4",
-    "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_u16", "load_global_u32",
-    "load_global_v2", "load_global_v4", "load_shared_u32", "load_shared_v2", "load_shared_v4",
-    "lop3", "mma_bf16", "mma_bf16_tiles", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait",
-    "popc", "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
+    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low", "bits_to_f32",
+    "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16",
+    "f32_to_bits", "fma", "fma_outer", "int4_factors", "ldmatrix_x2", "ldmatrix_x4",
+    "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4", "load_global_u16",
+    "load_global_u32", "load_global_v2", "load_global_v4", "load_global_v4_or_zero", "load_rows",
+    "load_rows_u16", "load_shared_u32", "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16",
+    "mma_bf16_tiles", "mma_int4", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait", "popc",
+    "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
     "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
-    "store_shared_v4", "zeros_f32",
+    "store_shared_v4", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
 
 if not SIMULATED:
@@ -140,6 +141,16 @@ if not SIMULATED:
     load_global_u32 = _ptx("ld.global.b32 $0, [$1];", [u32], [u64], memory=True)
     load_global_v2 = _ptx("ld.global.v2.b32 {$0, $1}, [$2];", [u32] * 2, [u64], memory=True)
     load_global_v4 = _ptx("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u64], memory=True)
+    load_global_ro_v4 = _ptx(
+        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u64], volatile=True
+    )
+    load_global_v4_or_zero = _ptx(
+        "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
+        " mov.b32 $3, 0; @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        [u32] * 4,
+        [u64, u32],
+        volatile=True,
+    )
     load_global_nc_v4 = _ptx(
         "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];",
         [u32] * 4,
@@ -252,6 +263,158 @@ if not SIMULATED:
 
         return outer
 
+    def load_rows(rows: int, stride: int) -> Callable:
+        """Makes an intrinsic: 16 bytes from each of `rows` places `stride` bytes apart, past L1.
+
+        (address, wanted, old) -> tuple of 4 rows u32, word j of row r at j rows + r; where wanted
+        is 0 nothing is read and `old` comes back. The old value is an operand because a register
+        that a predicated load only half defines would stay live around its loop.
+        """
+        count = 4 * rows
+        load = "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32"
+        places = [[f"${j * rows + r}" for j in range(4)] for r in range(rows)]
+        text = "".join(
+            f" {load} {{{', '.join(registers)}}}, [${count} + {r * stride}];"
+            for r, registers in enumerate(places)
+        )
+        return _predicated(text, count)
+
+    def load_rows_u16(rows: int, stride: int) -> Callable:
+        """Makes an intrinsic like `load_rows`: one u16 from each place, in a u32."""
+        text = "".join(f" @p ld.global.nc.u16 ${r}, [${rows} + {r * stride}];" for r in range(rows))
+        return _predicated(text, rows)
+
+    def _predicated(text: str, count: int) -> Callable:
+        """(address, wanted, old) -> old, where `text` has changed it under predicate p."""
+        text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0;{text} }}"
+        constraints = ["=r"] * count + ["l", "r"] + [str(i) for i in range(count)]
+        struct = ir.LiteralStructType([_I32] * count)
+        llvm = ir.FunctionType(struct, [_I64, _I32] + [_I32] * count)
+        asm = ir.InlineAsm(llvm, text, ",".join(constraints), side_effect=True)
+
+        @intrinsic
+        def load(context: Any, place: Any, wanted: Any, old: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                result = builder.call(asm, [*args[:2], *cgutils.unpack_tuple(builder, args[2])])
+                parts = [builder.extract_value(result, i) for i in range(count)]
+                return context.make_tuple(builder, signature.return_type, parts)
+
+            want = types.UniTuple(u32, count)
+            return (want(u64, u32, want), codegen) if old == want else None
+
+        return load
+
+    def zeros_u32(count: int) -> Callable:
+        """Makes an intrinsic that returns `count` zeros in a tuple."""
+
+        @intrinsic
+        def zeros(context: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                zero = ir.Constant(_I32, 0)
+                return context.make_tuple(builder, signature.return_type, [zero] * count)
+
+            return types.UniTuple(u32, count)(), codegen
+
+        return zeros
+
+    def int4_factors(rows: int) -> Callable:
+        """Makes an intrinsic: bf16 scales s of `rows` rows -> what `mma_int4` dequantises with.
+
+        tuple of rows u32 -> 3 rows u32: the bf16 pairs s 2^113, s 2^109 and -8 s 2^-20.
+        """
+        text = (
+            "{ .reg .b32 s, a, b, c; prmt.b32 s, $3, $3, 0x1010; mov.b32 a, 0x78007800;"
+            " mov.b32 b, 0x76007600; mov.b32 c, 0xB700B700; mul.rn.bf16x2 $0, s, a;"
+            " mul.rn.bf16x2 $1, s, b; mul.rn.bf16x2 $2, s, c; }"
+        )
+        llvm = ir.FunctionType(ir.LiteralStructType([_I32] * 3), [_I32])
+        asm = ir.InlineAsm(llvm, text, "=r,=r,=r,r")
+
+        @intrinsic
+        def factors(context: Any, scales: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                parts = []
+                for scale in cgutils.unpack_tuple(builder, args[0]):
+                    result = builder.call(asm, [scale])
+                    parts += [builder.extract_value(result, i) for i in range(3)]
+                return context.make_tuple(builder, signature.return_type, parts)
+
+            want = types.UniTuple(u32, rows)
+            return (types.UniTuple(u32, 3 * rows)(want), codegen) if scales == want else None
+
+        return factors
+
+    def mma_int4(tiles: int, columns: int, plain: bool) -> Callable:
+        """Makes an intrinsic: `tiles` x 16 rows of INT4 weights times `columns` x 8 tokens, k 32.
+
+        (words, factors, x, sums) -> sums. words: 2 tiles u32, a packed word of row g and of row
+        g + 8 of each tile; factors: of these rows, from `int4_factors`; x: 4 columns u32, the
+        token's eight values for the same k; sums: 4 tiles columns f32, tile (i, j) at
+        4 (i columns + j), laid out as mma.m16n8k16 does, 2^-20 of the true sums. x is in pairs
+        (k, k+4) or, if `plain`, in the order of k.
+
+        A nibble in bits 0-3 (4-7) of a half is the subnormal bf16 number code 2^-133 (code 2^-129),
+        so one AND and one fma a pair give weights: fma(code 2^-133, s 2^113, -8 s 2^-20) is
+        (code - 8) s 2^-20 rounded once. Exact scaling if s is 0 or 2^-106 <= |s| < 2^14.
+        """
+        fma_text = "fma.rn.bf16x2"
+        text = (
+            "{ .reg .b32 h, n; shr.b32 h, $4, 8;"
+            f" and.b32 n, $4, 0x000f000f; {fma_text} $0, n, $5, $7;"
+            f" and.b32 n, $4, 0x00f000f0; {fma_text} $1, n, $6, $7;"
+            f" and.b32 n, h, 0x000f000f; {fma_text} $2, n, $5, $7;"
+            f" and.b32 n, h, 0x00f000f0; {fma_text} $3, n, $6, $7; }}"
+        )
+        four = ir.LiteralStructType([_I32] * 4)
+        dequantise = ir.InlineAsm(
+            ir.FunctionType(four, [_I32] * 4), text, "=&r,=&r,=&r,=&r,r,r,r,r"
+        )
+        text = (
+            "{ prmt.b32 $0, $4, $6, 0x5410; prmt.b32 $1, $4, $6, 0x7632;"
+            " prmt.b32 $2, $5, $7, 0x5410; prmt.b32 $3, $5, $7, 0x7632; }"
+        )
+        pair = ir.InlineAsm(ir.FunctionType(four, [_I32] * 4), text, "=&r,=&r,=&r,=&r,r,r,r,r")
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
+        )
+        llvm = ir.FunctionType(ir.LiteralStructType([_F32] * 4), [_I32] * 6 + [_F32] * 4)
+        multiply = ir.InlineAsm(llvm, text, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3")
+
+        def call(builder: Any, asm: Any, operands: list) -> list:
+            result = builder.call(asm, operands)
+            return [builder.extract_value(result, i) for i in range(4)]
+
+        @intrinsic
+        def mma(context: Any, words: Any, factors: Any, x: Any, sums: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                words, factors, x, sums = (cgutils.unpack_tuple(builder, a) for a in args)
+                if plain:
+                    for j in range(columns):
+                        x[4 * j : 4 * j + 4] = call(builder, pair, x[4 * j : 4 * j + 4])
+                for i in range(tiles):
+                    low, high = (
+                        call(builder, dequantise, [words[r], *factors[3 * r : 3 * r + 3]])
+                        for r in (2 * i, 2 * i + 1)
+                    )
+                    for half in (0, 2):
+                        a = [low[half], high[half], low[half + 1], high[half + 1]]
+                        for j in range(columns):
+                            b = x[4 * j + half : 4 * j + half + 2]
+                            at = 4 * (i * columns + j)
+                            sums[at : at + 4] = call(builder, multiply, a + b + sums[at : at + 4])
+                return context.make_tuple(builder, signature.return_type, sums)
+
+            wanted = (
+                types.UniTuple(u32, 2 * tiles),
+                types.UniTuple(u32, 6 * tiles),
+                types.UniTuple(u32, 4 * columns),
+                types.UniTuple(f32, 4 * tiles * columns),
+            )
+            return (wanted[3](*wanted), codegen) if (words, factors, x, sums) == wanted else None
+
+        return mma
+
     bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
     f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
     bf16_to_f32 = _ptx("shl.b32 $0, $1, 16;", [f32], [u32])
@@ -310,7 +473,11 @@ else:
     load_global_u16 = _load(1, np.uint16)
     load_global_u32 = load_shared_u32 = _load(1)
     load_global_v2 = load_shared_v2 = _load(2)
-    load_global_v4 = load_global_nc_v4 = load_shared_v4 = _load(4)
+    load_global_v4 = load_global_nc_v4 = load_global_ro_v4 = load_shared_v4 = _load(4)
+
+    def load_global_v4_or_zero(place: simulator.Address, wanted: int) -> tuple:
+        return load_global_v4(place) if wanted else (0, 0, 0, 0)
+
     store_global_u16 = _store(1, np.uint16)
     store_global_u32 = store_shared_u32 = _store(1)
     store_global_v2 = store_shared_v2 = _store(2)
@@ -431,6 +598,70 @@ else:
             return tuple((products.ravel() + np.array(sums, np.float64)).astype(np.float32))
 
         return outer
+
+    def load_rows(rows: int, stride: int) -> Callable:
+        def load(place: simulator.Address, wanted: int, old: tuple) -> tuple:
+            if not wanted:
+                return old
+            words = [(place + r * stride).view(np.uint32, 4).tolist() for r in range(rows)]
+            return tuple(words[r][j] for j in range(4) for r in range(rows))
+
+        return load
+
+    def load_rows_u16(rows: int, stride: int) -> Callable:
+        def load(place: simulator.Address, wanted: int, old: tuple) -> tuple:
+            if not wanted:
+                return old
+            return tuple(int((place + r * stride).view(np.uint16, 1)[0]) for r in range(rows))
+
+        return load
+
+    def zeros_u32(count: int) -> Callable:
+        return lambda: (0,) * count
+
+    def _round_bf16(exact: np.ndarray) -> np.ndarray:
+        """float64 values that fit a float32 -> the nearest bf16, as float64."""
+        bits = exact.astype(np.float32).view(np.uint32)
+        bits = bits + (np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+        return np.where(np.isnan(exact), np.nan, bits.view(np.float32).astype(np.float64))
+
+    def int4_factors(rows: int) -> Callable:
+        def factors(scales: tuple) -> tuple:
+            s = _unpack(np.array(scales, np.uint32))[..., :1]
+            low = _round_bf16(s * [2.0**113, 2.0**109, -(2.0**-17)]).astype(np.float32)
+            bits = low.view(np.uint32)
+            return tuple((bits | bits >> 16).ravel().tolist())
+
+        return factors
+
+    def mma_int4(tiles: int, columns: int, plain: bool) -> Callable:
+        pairs = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+        nibbles = np.arange(0, 32, 4, dtype=np.uint32)
+        unit = np.array([2.0**-133, 2.0**-129] * 4)
+
+        def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
+            words, factors, x, sums = zip(*(slots[n] for n in range(32)), strict=True)
+            codes = (np.array(words, np.uint32)[..., None] >> nibbles & np.uint32(15)) * unit
+            f = _unpack(np.array(factors, np.uint32)).reshape(32, 2 * tiles, 3, 2)[..., 0]
+            multiplier = np.tile(f[..., :2], 4)  # of even and odd nibbles
+            weights = _round_bf16(codes * multiplier + f[..., 2:])  # [lane, row, k]
+            a = weights.reshape(8, 4, 2 * tiles, 8).transpose(2, 0, 1, 3).reshape(-1, 4, 8)
+            tokens = _unpack(np.array(x, np.uint32)).reshape(32, columns, 8)  # [lane, column, k]
+            if not plain:
+                tokens[..., pairs] = tokens.copy()
+            b = tokens.reshape(8, 4, columns, 8).transpose(1, 3, 2, 0).reshape(4, 8, -1)
+            c = np.array(sums, np.float32).reshape(8, 4, tiles, columns, 2, 2)  # g t i j row column
+            c = c.transpose(2, 4, 0, 3, 1, 5).reshape(16 * tiles, 8 * columns)
+            for k in pairs[:4], pairs[4:]:
+                c = np.einsum("rtk,tkc->rc", a[:, :, k], b[:, k]) + c
+                c = c.astype(np.float32)
+            c = c.reshape(tiles, 2, 8, columns, 4, 2).transpose(2, 4, 0, 3, 1, 5).reshape(32, -1)
+            return dict(enumerate(map(tuple, c)))
+
+        def mma(words: tuple, factors: tuple, x: tuple, sums: tuple) -> tuple:
+            return simulator.collective(_MASK, (words, factors, x, sums), combine)
+
+        return mma
 
     def bits_to_f32(bits: int) -> np.float32:
         return np.uint32(bits).view(np.float32)

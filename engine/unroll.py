@@ -38,10 +38,18 @@ class _Unroll(ast.NodeTransformer):
         self.env = env
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """Fold integer arithmetic: Numba wants literals where it slices a tuple."""
         self.generic_visit(node)
-        if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant):
-            return ast.copy_location(ast.Constant(_value(node, {})), node)
+        if all(
+            isinstance(side, ast.Constant) or self.is_integer(side)
+            for side in (node.left, node.right)
+        ):
+            return ast.copy_location(ast.Constant(_value(node, self.env)), node)
         return node
+
+    def is_integer(self, node: ast.expr) -> bool:
+        """Whether it is the name of an integer known when the kernel is made."""
+        return isinstance(node, ast.Name) and type(self.env.get(node.id)) is int
 
     def visit_If(self, node: ast.If) -> Any:
         """Drop the dead branch of an `if` on constants (and on a factory's closure constants)."""

@@ -1,0 +1,158 @@
+"""Rows of INT4 weights, as checkpoints store them, times bf16 activations: the W4A16 inner loop.
+
+W[n, k] = RN_bf16(q s) with q in [-8, 7]: words int32 [N, K/8] hold q + 8, element 8j+i of a row in
+bits 4i..4i+3 of word j; scales bf16 [N, K/32]. Nothing is repacked: the weights are the 16-row
+operand of mma.m16n8k16, the order of k inside an mma is free, and so lane (g, t) of a warp loads
+16 bytes, the 32 weights of one scale, of row g and of row g + 8 of a tile. The four lanes of a row
+take 128 columns, a block, at a time.
+
+One order of K for every launch: block b belongs to slice b % slices, a warp adds the blocks of its
+slice in ascending order, and `add_slices` adds the slices in ascending order. Activations are the
+8-column operand, so a token's bits depend on K and `slices` alone: not on the number of tokens, its
+place among them or their values.
+"""
+
+from collections.abc import Callable
+
+from engine.device import cdiv, f32, function, static_range, u32, u64
+from engine.ptx import (
+    bits_to_f32,
+    int4_factors,
+    load_global_ro_v4,
+    load_global_v4_or_zero,
+    load_rows,
+    load_rows_u16,
+    load_shared_v4,
+    mma_int4,
+    zeros_f32,
+    zeros_u32,
+)
+
+GROUP = 32  # weights that share a scale
+BLOCK = 4 * GROUP
+UNSCALE = 2.0**20  # mma_int4 gives 2^-20 of the sums
+
+
+def multiply_rows(
+    *, k: int, slices: int, tiles: int, matrices: int, columns: int, ahead: int, plain: bool
+) -> Callable:
+    """Makes the device function of one warp: 16 `tiles` rows times 8 `columns` tokens, one slice.
+
+    matrices: 1, or 2 where the first half of the tiles is of one matrix and the second half of
+    another. columns: 1 or 2. ahead: loads of activations in flight, 1 to 4. plain: activations in
+    the order of k; otherwise in that of `place_in_row`.
+
+    (words_0, scales_0, words_1, scales_1, x_0, x_1, slice, t) -> sums as in `mma_int4`.
+    words_i, scales_i: addresses of word 0 and scale 0 of row g of matrix i's first tile; x_j:
+    address of the token for row g of the operand, in column tile j; t = lane % 4.
+    """
+    GROUPS, BLOCKS = k // GROUP, cdiv(k, BLOCK)
+    RAGGED = GROUPS % 4 != 0 or BLOCKS < slices  # some lane has a block less than its slice
+    ROWS = 2 * tiles // matrices
+    LANE_STEP, LOAD_STEP = (64, 16) if plain else (16, 64)  # bytes of x between lanes, loads
+    load_words, load_scales = load_rows(ROWS, 8 * k // 2), load_rows_u16(ROWS, 8 * k // 16)
+    no_words, no_scales = zeros_u32(4 * ROWS), zeros_u32(ROWS)
+    no_sums = zeros_f32(4 * tiles * columns)
+    factors_of, multiply = int4_factors(2 * tiles), mma_int4(tiles, columns, plain)
+
+    @function
+    def load_x(place, wanted):
+        if RAGGED:
+            return load_global_v4_or_zero(place, wanted)
+        else:
+            return load_global_ro_v4(place)
+
+    @function
+    def multiply_slice(words_0, scales_0, words_1, scales_1, x_0, x_1, part, t):
+        block = u32(part)
+        more = u32(1) if u32(u32(block * u32(4)) + t) < u32(GROUPS) else u32(0)
+        at = u64(u32(u32(part * u32(4)) + t))
+        words_0 = u64(words_0 + at * u64(16))
+        scales_0 = u64(scales_0 + at * u64(2))
+        w_0 = load_words(words_0, more, no_words())
+        s_0 = load_scales(scales_0, more, no_scales())
+        if matrices == 2:
+            words_1 = u64(words_1 + at * u64(16))
+            scales_1 = u64(scales_1 + at * u64(2))
+            w_1 = load_words(words_1, more, no_words())
+            s_1 = load_scales(scales_1, more, no_scales())
+        at = u64(u32(u32(part * u32(256)) + u32(t * u32(LANE_STEP))))
+        x_0 = u64(x_0 + at)
+        x_1 = u64(x_1 + at)
+        x = load_x(x_0, more)
+        if columns == 2:
+            x = x + load_x(x_1, more)
+        for j in static_range(1, ahead):
+            x = x + load_x(u64(x_0 + u64(j * LOAD_STEP)), more)
+            if columns == 2:
+                x = x + load_x(u64(x_1 + u64(j * LOAD_STEP)), more)
+        sums = no_sums()
+        while block < u32(BLOCKS):
+            block = u32(block + u32(slices))
+            now = more
+            more = u32(1) if u32(u32(block * u32(4)) + t) < u32(GROUPS) else u32(0)
+            # Past its last block a lane stays where it is: its loads are then wasted, not wild.
+            next_x_0 = u64(x_0 + u64(256 * slices)) if more == u32(1) else x_0
+            next_x_1 = u64(x_1 + u64(256 * slices)) if more == u32(1) else x_1
+            words_0 = u64(words_0 + u64(64 * slices))
+            scales_0 = u64(scales_0 + u64(8 * slices))
+            if matrices == 2:
+                words_1 = u64(words_1 + u64(64 * slices))
+                scales_1 = u64(scales_1 + u64(8 * slices))
+                factors = factors_of(s_0 + s_1)
+                s_1 = load_scales(scales_1, more, s_1)
+            else:
+                factors = factors_of(s_0)
+            s_0 = load_scales(scales_0, more, s_0)
+            for j in static_range(4):
+                if matrices == 2:
+                    words = w_0[j * ROWS : (j + 1) * ROWS] + w_1[j * ROWS : (j + 1) * ROWS]
+                else:
+                    words = w_0[j * ROWS : (j + 1) * ROWS]
+                sums = multiply(words, factors, x[: 4 * columns], sums)
+                if j + ahead < 4:
+                    x = x[4 * columns :] + load_x(u64(x_0 + u64((j + ahead) * LOAD_STEP)), now)
+                    if columns == 2:
+                        x = x + load_x(u64(x_1 + u64((j + ahead) * LOAD_STEP)), now)
+                else:
+                    at_j = u64((j + ahead - 4) * LOAD_STEP)
+                    x = x[4 * columns :] + load_x(u64(next_x_0 + at_j), more)
+                    if columns == 2:
+                        x = x + load_x(u64(next_x_1 + at_j), more)
+            w_0 = load_words(words_0, more, w_0)
+            if matrices == 2:
+                w_1 = load_words(words_1, more, w_1)
+            x_0 = next_x_0
+            x_1 = next_x_1
+        return sums
+
+    return multiply_slice
+
+
+def add_slices(slices: int, pitch: int) -> Callable:
+    """Makes a device function: four sums of a fragment, slice by slice from shared memory.
+
+    (place) -> tuple of 4 f32, unscaled; slice s lies `pitch` bytes times s after `place`.
+    """
+
+    @function
+    def add(place):
+        part = load_shared_v4(place)
+        a = bits_to_f32(part[0])
+        b = bits_to_f32(part[1])
+        c = bits_to_f32(part[2])
+        d = bits_to_f32(part[3])
+        for s in static_range(1, slices):
+            part = load_shared_v4(u32(place + u32(s * pitch)))
+            a = f32(a + bits_to_f32(part[0]))
+            b = f32(b + bits_to_f32(part[1]))
+            c = f32(c + bits_to_f32(part[2]))
+            d = f32(d + bits_to_f32(part[3]))
+        return (
+            f32(a * f32(UNSCALE)),
+            f32(b * f32(UNSCALE)),
+            f32(c * f32(UNSCALE)),
+            f32(d * f32(UNSCALE)),
+        )
+
+    return add

@@ -1,0 +1,52 @@
+"""y[m, n] = sum_k x[m, k] W[n, k] with W = RN_bf16(q s): packed INT4 weights, bf16 activations."""
+
+import numpy as np
+
+from goldens import bundles
+from goldens.numerics import BF16, Stream, dequantise, pack_int4, round_to
+
+
+def int4(rng: Stream, shape: tuple[int, ...], *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Packed words and scales of random weights [..., n, k]; every code equally likely.
+
+    exact: scales are 2^-3 .. 2^3. Otherwise a group's scale is anything within 2^-9 .. 2^-3, so
+    that a neighbour's scale is wrong by a factor and not by a few percent.
+    """
+    q = rng.integers(-8, 8, shape)
+    groups = (*shape[:-1], shape[-1] // 32)
+    exponent = rng.integers(-3, 4, groups) if exact else rng.integers(-9, -3, groups)
+    mantissa = 1.0 if exact else 1.5 + 0.5 * rng.uniform(groups)
+    return pack_int4(q), round_to(mantissa * 2.0**exponent, BF16)
+
+
+def inputs(
+    rng: Stream, *, m: int, n: int, k: int, pattern: str, exact: bool = False
+) -> dict[str, np.ndarray]:
+    """exact: integers x in [-2, 2]; with power-of-two scales every partial sum is representable.
+
+    pattern "random"; "all_codes": every code at every place of a word, x a unit vector a row;
+    "nan_neighbours": all rows but every third are NaN; "checkpoint": packed words and scales as
+    they are in the pinned checkpoint's file, of the up projection of an expert.
+    """
+    qw, sc = int4(rng, (n, k), exact=exact)
+    x = rng.integers(-2, 3, (m, k)).astype(np.float64) if exact else rng.bell((m, k))
+    if pattern == "all_codes":
+        row, column = np.indices((n, k))
+        qw = pack_int4((row + column) % 16 - 8)
+        x = np.eye(m, k)
+    elif pattern == "nan_neighbours":
+        x[np.arange(m) % 3 != 1] = np.nan
+    elif pattern == "checkpoint":
+        sample, name = bundles.tensors("k26_sample"), "model.layers.2.mlp.experts.5.up_proj"
+        qw, sc = sample[name + ".qw"], sample[name + ".sc"]
+    elif pattern != "random":
+        raise ValueError(f"pattern {pattern!r}")
+    return {"x": round_to(x, BF16), "qw": qw, "sc": sc}
+
+
+def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.ndarray]:
+    a = x.astype(np.float64)  # [m, k]
+    parts = [dequantise(qw[r : r + 4096], sc[r : r + 4096]) for r in range(0, len(qw), 4096)]
+    y = [a @ w.astype(np.float64).T for w in parts]
+    size = [np.abs(a) @ np.abs(w.astype(np.float64)).T for w in parts]
+    return {"y": np.concatenate(y, axis=1), "y.magnitude": np.concatenate(size, axis=1)}
