@@ -274,10 +274,7 @@ def diff(
     in float64 over A's prompts and golden tokens, so that it shows the weights alone.
     """
     first, second = open_bundle(a), open_bundle(b)
-    for key in sorted(set(first.config) | set(second.config)):
-        mine, other = first.config.get(key), second.config.get(key)
-        if mine != other and isinstance(mine, int) and isinstance(other, int):
-            fail(f"config key {key!r} is {mine} in {a} and {other} in {b}: not the same shape")
+    same_shape(first, second)
     prompts = first.prompts or second.prompts or some_prompts(first.config)
     stored = [x.golden_tokens for x in (first, second) if x.golden_tokens is not None]
     steps = stored[0].shape[1] if stored else STEPS
@@ -307,18 +304,34 @@ def diff(
             )
     say()
     with told():
-        show(layer_errors(first, second, prompts, tokens_a))
+        show_layer_errors(first, second, prompts, tokens_a)
 
 
-def layer_errors(first: Any, second: Any, prompts: Sequence[Any], tokens: np.ndarray) -> Table:
+def same_shape(first: Any, second: Any) -> None:
+    """Leave with a message unless the layers of two bundles can be compared; say what differs."""
+    layout = importlib.import_module("engine.bundle").layout
+    mine, other = dict(layout(first.config)), dict(layout(second.config))
+    for name in [*mine, *other]:
+        shapes = [list(t[name].shape) if name in t else "not there" for t in (mine, other)]
+        if shapes[0] != shapes[1]:
+            fail(f"{name} is {shapes[0]} in {first.path}, {shapes[1]} in {second.path}")
+    for key in sorted(set(first.config) & set(second.config)):
+        values = [opened.config[key] for opened in (first, second)]
+        if values[0] != values[1]:
+            if key == "num_experts_per_tok":
+                fail(f"config key {key!r} is {values[0]} in A, {values[1]} in B: not comparable")
+            say(f"note: config key {key!r} is {values[0]} in A, {values[1]} in B")
+
+
+def show_layer_errors(first: Any, second: Any, prompts: Sequence[Any], tokens: np.ndarray) -> None:
     """A row for each layer, and one for the logits: relative root mean square differences."""
     run = importlib.import_module("goldens.forward").forward
     reference = importlib.import_module("goldens.model").Weights
-    weights = [reference(opened) for opened in (first, second)]
+    models = [(reference(opened), opened.config) for opened in (first, second)]
     pairs = []
     for prompt, golden in zip(prompts, tokens, strict=True):
         path = np.concatenate([prompt, golden])
-        pairs.append([run(w, first.config, path) for w in weights])
+        pairs.append([run(weights, config, path) for weights, config in models])
 
     def stacked(key: str) -> list[np.ndarray]:
         return [np.concatenate([pair[i][key] for pair in pairs], axis=-2) for i in (0, 1)]
@@ -346,12 +359,11 @@ def layer_errors(first: Any, second: Any, prompts: Sequence[Any], tokens: np.nda
     kl = importlib.import_module("goldens.quantise").kl_divergence(*logits)
     same = logits[0].argmax(-1) == logits[1].argmax(-1)
     row(table, "logits", "", error(*logits), "", "", "", "")
-    table.caption = (
+    show(table)
+    say(
         f"KL divergence of B from A: mean {kl.mean():.3g}, largest {kl.max():.3g} nats; "
         f"same argmax at {same.sum()} of {same.size} positions"
     )
-    table.caption_justify = "left"
-    return table
 
 
 # -- import ----------------------------------------------------------------------------------------
@@ -598,7 +610,7 @@ def sweep(
         for each in quantise.sweep(opened, opened.config, prompts, steps=steps, groups=groups):
             rows.append(each)
             status.update(f"quantised {each.matrices}, group {each.scheme.group}")
-    show(sweep_table(path, rows, steps))
+    show_sweep(path, rows, steps)
     if table is not None:
         with told():
             write_csv(table, rows)
@@ -622,7 +634,7 @@ def unbeaten(rows: Sequence[Any]) -> set[int]:
     }
 
 
-def sweep_table(path: Path, rows: Sequence[Any], steps: int) -> Table:
+def show_sweep(path: Path, rows: Sequence[Any], steps: int) -> None:
     names = ("<matrices", "count", "group", "<scheme", "bits", "model bits", "weight error")
     table = columns(f"4-bit schemes for {path}", *names, "KL, nats", "", "<first difference", "")
     stars, last = unbeaten(rows), None
@@ -644,14 +656,11 @@ def sweep_table(path: Path, rows: Sequence[Any], steps: int) -> Table:
             " ".join("none" if where is None else str(where) for where in each.differs),
             "*" if at in stars else "",
         )
-    table.caption = (
-        "bits: of a quantised weight with its scale; model bits: mean over all weights, 16 where "
-        "not quantised.\nKL: mean over all positions, ± its standard error. First difference: of "
-        f"{steps} greedy tokens, a number for each prompt.\n*: no other row has both fewer model "
-        "bits and less KL."
-    )
-    table.caption_justify = "left"
-    return table
+    show(table)
+    say("bits: of a quantised weight with its scale; model bits: mean over all weights, 16 for")
+    say("one that is not quantised. KL: mean over all positions, ± its standard error. First")
+    say(f"difference: of {steps} greedy tokens, a number for each prompt. *: no other row has")
+    say("both fewer model bits and less KL.")
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
