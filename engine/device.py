@@ -299,7 +299,7 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
         where = f"{op}: {name}"
         _require_device_array(where, array)
         allowed = (dtype,) if isinstance(dtype, str) else dtype
-        if array.dtype not in [_DTYPES.get(d) or np.dtype(d) for d in allowed]:
+        if str(array.dtype).removeprefix("torch.") not in allowed:
             raise ValueError(f"{where} has dtype {array.dtype}, expected {' or '.join(allowed)}")
         names = shape.split()
         if len(array.shape) != len(names):
@@ -363,7 +363,7 @@ def _require_device_array(where: str, array: Any) -> None:
         if not hasattr(array, "_ary"):
             raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
         return
-    if not hasattr(array, "__cuda_array_interface__"):
+    if not (hasattr(array, "data_ptr") or hasattr(array, "__cuda_array_interface__")):
         raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
     if 0 in array.shape:
         return
@@ -379,6 +379,8 @@ def _require_device_array(where: str, array: Any) -> None:
 
 
 def _is_contiguous(array: Any) -> bool:
+    if hasattr(array, "is_contiguous"):  # torch, whose strides count elements
+        return array.is_contiguous()
     expected = np.dtype(array.dtype).itemsize
     strides = array.strides or ()
     for size, stride in zip(reversed(array.shape), reversed(strides), strict=False):
@@ -405,6 +407,8 @@ def _address(array: Any) -> int:
     pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
     if pointer is not None:
         return pointer.value or 0
+    if hasattr(array, "data_ptr"):  # torch's interface dictionary refuses bfloat16
+        return array.data_ptr()
     return array.__cuda_array_interface__["data"][0] or 0
 
 
