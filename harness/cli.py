@@ -296,11 +296,11 @@ def doctor() -> None:
 )
 def compile_(context: typer.Context) -> None:
     """Compile every kernel to SASS for every architecture; needs no GPU."""
-    try:
-        compile_gate = importlib.import_module("engine.compile_gate")
-    except ModuleNotFoundError as error:
-        fail(f"kdtr compile: {error}; the toolkit comes with pip install 'kdtree-engine[cu13]'")
-    raise typer.Exit(compile_gate.main(context.args))
+    from harness import devices
+
+    if not devices.toolkit() and "--help" not in context.args:
+        fail("no CUDA toolkit to compile with: pip install 'kdtree-engine[cu13]'")
+    raise typer.Exit(importlib.import_module("engine.compile_gate").main(context.args))
 
 
 @report_app.command("merge")

@@ -30,6 +30,8 @@ FAKE = "KDTR_FAKE_GPUS"  # "GPU-a,GPU-b:bad": pretend; the kernels then run in t
 LOCKS = "KDTR_LOCK_DIR"
 DEVICES = ("auto", "cuda", "sim")
 CUDA_NEEDED = (13, 0)  # what the pinned toolkit compiles for; driver 580 is the first to have it
+WHEELS = ("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
+LIBRARIES = ("nvvm/lib*/libnvvm.so*", "lib*/libnvJitLink.so*", "lib*/libnvrtc.so*")
 PROBE_S = 60.0  # the first call into the driver of an idle machine can take many seconds
 LEASE_WAIT_S = 600.0
 
@@ -147,14 +149,13 @@ def choose(request: str, environ: Mapping[str, str] = os.environ) -> Choice:
 
 
 def toolkit() -> str:
-    """Where Numba will find NVVM: a wheel and its version, a CUDA_HOME, or "" for nowhere."""
-    for name in ("nvidia-nvvm", "nvidia-cuda-nvcc"):
-        try:
-            return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
+    """Where Numba will find its compiler and linker: wheels, a CUDA_HOME, or "" for nowhere."""
+    try:
+        return ", ".join(f"{name} {metadata.version(name)}" for name in WHEELS)
+    except metadata.PackageNotFoundError:
+        pass
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if home and Path(home, "nvvm").is_dir():
+        if home and all(any(Path(home).glob(pattern)) for pattern in LIBRARIES):
             return home
     return ""
 

@@ -12,7 +12,6 @@ from harness import devices
 
 OK, NOTE, BAD = "ok", "note", "bad"
 PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "safetensors", "greenlet", "pytest")
-WHEELS = ("nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-nvjitlink")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing, the device that a run would use last."""
-    installed = {name: version(name) for name in (*PACKAGES, *WHEELS)}
+    installed = {name: version(name) for name in (*PACKAGES, *devices.WHEELS)}
     findings = [Finding(OK, f"Python {platform.python_version()} on {platform.machine()}")]
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         findings = [Finding(BAD, findings[0].text, "this needs Python 3.11, 3.12 or 3.13")]
@@ -39,7 +38,7 @@ def examine() -> list[Finding]:
         else:
             findings.append(Finding(BAD, f"{name} is not installed", "pip install kdtree-engine"))
     findings += pairs(installed)
-    findings += gpus(installed)
+    findings += gpus()
     return findings
 
 
@@ -75,7 +74,7 @@ def pairs(installed: dict[str, str]) -> list[Finding]:
     return found
 
 
-def gpus(installed: dict[str, str]) -> list[Finding]:
+def gpus() -> list[Finding]:
     """The GPUs by UUID, the driver and the toolkit, and which device `auto` means here."""
     found = []
     machine = devices.survey()
@@ -94,8 +93,7 @@ def gpus(installed: dict[str, str]) -> list[Finding]:
             found.append(Finding(OK, text))
     where = devices.toolkit()
     if where:
-        wheels = ", ".join(f"{name} {installed[name]}" for name in WHEELS if installed[name])
-        found.append(Finding(OK, f"CUDA toolkit: {wheels or where}"))
+        found.append(Finding(OK, f"CUDA toolkit: {where}"))
     else:
         found.append(
             Finding(

@@ -284,8 +284,7 @@ class Gate:
                 self.say(f"receipt: {path.relative_to(self.root)}")
         self.check_receipts()
         totals = written["totals"]
-        nothing = self.shard and not self.asked.here and not self.asked.broken
-        if nothing:
+        if self.shard and not self.asked.here and not self.asked.broken:
             self.say(f"no case falls into shard {self.shard[0]}/{self.shard[1]}")
         elif not totals["passed"] and not self.problems:
             self.problems.append("nothing was run and passed")
