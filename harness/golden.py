@@ -34,6 +34,7 @@ from harness.spec import FLOATS, Case, Output, Spec, SpecError
 
 CHUNK = 1 << 22  # elements handled at once, so that temporaries stay near 100 MB
 CACHE_LIMIT = 1 << 29  # bytes: a larger golden is cheaper to make again than to keep
+MANIFEST_LIMIT = 1 << 24  # bytes of inputs and outputs: larger cases are not in the manifest
 DRIFT = 1e-9  # of an output's RMS: how far float64 sums in another order may move a fingerprint
 
 
@@ -422,13 +423,18 @@ _HEADER = """\
 # Digests of what the oracles make. Written by `kdtr golden generate --reason "..."`.
 # Inputs and integer outputs are exact: sha256 of the bytes. A float output has a fingerprint:
 # [rms, mean, projection], where differences up to drift * rms are rounding in another order.
+# Cases of more than 16 MiB are left out: the same oracle makes them, and anyone can check the rest.
 """
-
-Select = Callable[[Spec, Case], bool]
 
 
 def manifest_path(spec: Spec) -> Path:
     return spec.path.resolve().parents[1] / "goldens" / "manifest.toml"
+
+
+def in_manifest(spec: Spec, case: Case) -> bool:
+    tensors = [*spec.inputs.values(), *spec.outputs.values()]
+    sizes = (math.prod(spec.shape(t, case)) * t.numpy_dtype.itemsize for t in tensors)
+    return sum(sizes) <= MANIFEST_LIMIT
 
 
 def manifest_entry(spec: Spec, case: Case) -> dict[str, Any]:
@@ -472,10 +478,10 @@ def _weights(start: int, count: int) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
 
 
-def verify(specs: Iterable[Spec], *, select: Select | None = None) -> list[str]:
+def verify(specs: Iterable[Spec]) -> list[str]:
     """Differences between the manifest and what the oracles make here; empty is good.
 
-    `select(spec, case)` narrows the cases. Entries without a spec or a case are differences.
+    Entries without a spec or a case are differences.
     """
     differences = []
     for path, group in _by_manifest(specs).items():
@@ -483,7 +489,7 @@ def verify(specs: Iterable[Spec], *, select: Select | None = None) -> list[str]:
         differences += _orphans(path, known, group)
         for spec in group:
             for case in spec.cases.values():
-                if select is not None and not select(spec, case):
+                if not in_manifest(spec, case):
                     continue
                 where = spec.case_id(case)
                 entry = known.get(spec.stem, {}).get(case.name)
@@ -499,7 +505,7 @@ def verify(specs: Iterable[Spec], *, select: Select | None = None) -> list[str]:
     return differences
 
 
-def generate(specs: Iterable[Spec], reason: str, *, select: Select | None = None) -> list[str]:
+def generate(specs: Iterable[Spec], reason: str) -> list[str]:
     """Rewrite the manifest entries of `specs`; returns what changed, a line each.
 
     Raises PermissionError under pytest-xdist, where parallel workers would bless whatever they
@@ -516,11 +522,10 @@ def generate(specs: Iterable[Spec], reason: str, *, select: Select | None = None
         with FileLock(path.with_suffix(".lock")):
             known = _read_manifest(path)
             changes += [f"removed {orphan}" for orphan in _orphans(path, known, group)]
-            _drop_orphans(path, known, group)
             for spec in group:
                 table = known.setdefault(spec.stem, {})
                 for case in spec.cases.values():
-                    if select is not None and not select(spec, case):
+                    if not in_manifest(spec, case):
                         continue
                     new, old = manifest_entry(spec, case), table.get(case.name)
                     different = ["new"] if old is None else _differ(old, new)
@@ -550,27 +555,21 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         raise SpecError(path, "file", f"valid TOML ({error})") from None
 
 
-def _orphans(path: Path, known: Mapping[str, Any], specs: Iterable[Spec]) -> list[str]:
-    """Entries of which the spec, or in the given specs the case, is gone."""
+def _orphans(path: Path, known: dict[str, Any], specs: Iterable[Spec]) -> list[str]:
+    """Take out the entries of which the spec, or in the given specs the case, is gone."""
     stems = {p.stem for p in (path.parents[1] / "specs").glob("*.toml")}
-    gone = [f"{stem}: no such spec" for stem in known if stem not in stems]
-    for spec in specs:
-        gone += [
-            f"{spec.id}::{name}: no such case"
-            for name in known.get(spec.stem, {})
-            if name not in spec.cases
-        ]
-    return gone
-
-
-def _drop_orphans(path: Path, known: dict[str, Any], specs: Iterable[Spec]) -> None:
-    stems = {p.stem for p in (path.parents[1] / "specs").glob("*.toml")}
-    for stem in [s for s in known if s not in stems]:
+    gone = [stem for stem in known if stem not in stems]
+    for stem in gone:
         del known[stem]
+    said = [f"{stem}: no such spec" for stem in gone]
     for spec in specs:
-        table = known.get(spec.stem, {})
-        for name in [n for n in table if n not in spec.cases]:
-            del table[name]
+        listed = known.get(spec.stem, {})
+        for name in [
+            n for n in listed if n not in spec.cases or not in_manifest(spec, spec.cases[n])
+        ]:
+            del listed[name]
+            said.append(f"{spec.id}::{name}: no such case, or it is too large")
+    return said
 
 
 def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

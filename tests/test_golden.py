@@ -482,7 +482,7 @@ def test_entries_without_spec_or_case_are_differences_and_go(load, tmp_path):
     kept = load(name="kept")
     assert golden.verify([kept]) == [
         "gone: no such spec",
-        "specs/kept.toml::old: no such case",
+        "specs/kept.toml::old: no such case, or it is too large",
         "specs/kept.toml::small: not in manifest.toml",
     ]
     golden.generate([kept], "renamed")
@@ -511,6 +511,13 @@ def test_generation_needs_a_reason_and_one_process(load, monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     with pytest.raises(PermissionError, match="parallel"):
         golden.generate([load()], "a reason")
+
+
+def test_large_cases_are_left_out(load, tmp_path):
+    loaded = load(("[cases]", "[cases]\nlarge = { rows = 2_000_000 }"))
+    golden.generate([loaded], "first")
+    assert list(manifest(tmp_path)["scale"]) == ["small"]
+    assert golden.verify([loaded]) == []
 
 
 def test_a_fingerprint_sees_a_swap_and_one_wrong_element():
