@@ -9,13 +9,13 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness.spec import Case, Spec, SpecError
+from harness.spec import SpecError
 
 
 class Status(StrEnum):
@@ -158,29 +158,6 @@ def _number(value: float | int | bool | None) -> str:
 
 
 # -- for the gate --------------------------------------------------------------------------------
-
-
-def reconcile(
-    specs: Iterable[Spec | SpecError],
-    cases: Iterable[Mapping[str, Any]],
-    *,
-    asked: Callable[[Spec, Case], bool] | None = None,
-) -> list[str]:
-    """Ids that the specs on disk call for and the report does not hold: each one is a failure.
-
-    `cases` is the list of that name in report.json. `asked(spec, case) -> bool` narrows what was
-    asked for (a stage, the simulator's cases); a spec that cannot be read is always asked for.
-    """
-    expected: list[str] = []
-    for spec in specs:
-        if isinstance(spec, SpecError):
-            expected.append(broken(spec).id)
-        else:
-            expected += [
-                spec.case_id(c) for c in spec.cases.values() if asked is None or asked(spec, c)
-            ]
-    seen = {case["id"] for case in cases}
-    return [id_ for id_ in expected if id_ not in seen]
 
 
 def totals(verdicts: Sequence[Verdict]) -> dict[str, Any]:

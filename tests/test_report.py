@@ -3,15 +3,20 @@
 import io
 import json
 import math
+import signal
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-from broken.scale import SPEC
 
-from harness import report, spec
+from harness import report
 from harness.report import Result, Status, Verdict
+
+ROOT = Path(__file__).parents[1]
 
 RIGHT = Verdict(
     id="specs/scale.toml::small",
@@ -145,6 +150,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path):
+    path = tmp_path / "report.json"
+    report.replace_file(path, b"old")
+    killed = textwrap.dedent(f"""
+        import os, signal
+        from pathlib import Path
+        from harness import report
+        report.os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+        report.replace_file(Path({str(path)!r}), b"new" * 100000)
+    """)
+    done = subprocess.run([sys.executable, "-c", killed], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+
+
 # -- table and page ------------------------------------------------------------------------------
 
 
@@ -181,27 +201,3 @@ def test_the_table_has_a_row_a_case():
     assert "0.250" in text
     assert "12.5 us" in text
     assert "WRONG" in text
-
-
-# -- nothing vanishes ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def loaded(tmp_path):
-    path = tmp_path / "specs" / "scale.toml"
-    path.parent.mkdir()
-    path.write_text(SPEC + "other = { rows = 2 }\n")
-    return spec.load(path)
-
-
-def test_a_case_without_a_verdict_is_missed(loaded):
-    cases = report.as_report([RIGHT])["cases"]
-    assert report.reconcile([loaded], cases) == ["specs/scale.toml::other"]
-    assert report.reconcile([loaded], cases, asked=lambda spec, case: case.sim) == []
-
-
-def test_a_spec_that_cannot_be_read_is_always_missed(loaded):
-    error = spec.SpecError(Path("specs/bad.toml"), "stage", "one of them")
-    assert report.reconcile([error], [], asked=lambda *_: False) == ["specs/bad.toml::spec"]
-    seen = report.as_report([report.broken(error)])["cases"]
-    assert report.reconcile([error], seen) == []

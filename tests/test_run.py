@@ -324,6 +324,64 @@ def test_keywords_of_any_name_do_not_stand_for_the_names(judge):
     assert judge(catches_all).status is Status.SPEC_ERROR
 
 
+# -- weights -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bundle(monkeypatch):
+    """A bundle "toy" of one matrix, and the change that makes the scale spec use it."""
+    bundles = types.ModuleType("goldens.bundles")
+    bundles.tensors = lambda name: {"layer.weight": np.full(2, 7, np.float32)}
+    bundles.config = lambda name: {"hidden_size": 8}
+    monkeypatch.setitem(sys.modules, "goldens.bundles", bundles)
+    return ("[axes]", 'weights = "toy"\n[axes]')
+
+
+def weighted(*, x, factor, weights, config):
+    assert config == {"hidden_size": 8}
+    return {"y": x.astype(np.float64) * factor * weights["layer.weight"][0]}
+
+
+def test_launcher_and_oracle_get_the_weights_and_who_asks_gets_the_config(judge, oracle, bundle):
+    def scales(x, *, factor, y, weights):
+        factor = np.float32(factor) * weights["layer.weight"].copy_to_host()[0]
+        y.copy_to_device(x.copy_to_host() * factor)
+
+    def scales_by_config(x, *, factor, y, weights, config):
+        assert config == {"hidden_size": 8}
+        scales(x, factor=factor, y=y, weights=weights)
+
+    for launcher in (scales, scales_by_config):
+        verdict = judge(launcher, oracle(weighted), bundle)
+        assert verdict.status is Status.PASSED, report.failure_text(verdict)
+
+
+def test_a_launcher_that_changes_a_weight_is_seen(judge, oracle, bundle):
+    def changes(x, *, factor, y, weights):
+        y.copy_to_device(x.copy_to_host() * np.float32(factor * 7))
+        weights["layer.weight"].copy_to_device(np.zeros(2, np.float32))
+
+    verdict = judge(changes, oracle(weighted), bundle)
+    assert verdict.status is Status.MUTATED_INPUT
+    assert "weights['layer.weight']" in verdict.message
+
+
+def test_a_launcher_without_weights_does_not_fit_a_spec_with_them(judge, oracle, bundle):
+    verdict = judge(scale, oracle(weighted), bundle)
+    assert verdict.status is Status.SPEC_ERROR
+    assert "lacks weights" in verdict.message
+
+
+def test_a_bundle_that_cannot_be_made_is_a_golden_error(judge, oracle, bundle, monkeypatch):
+    def missing(name):
+        raise KeyError(name)
+
+    monkeypatch.setattr(sys.modules["goldens.bundles"], "tensors", missing)
+    verdict = judge(None, oracle(weighted), bundle)
+    assert verdict.status is Status.GOLDEN_ERROR
+    assert "weights 'toy': KeyError" in verdict.message
+
+
 # -- stage golden --------------------------------------------------------------------------------
 
 
