@@ -197,8 +197,8 @@ def convert(
     """
     checkpoint = read(directory)
     target = Path(out)
-    ours = {path.resolve() for path in checkpoint.shards}
-    if target.resolve() in ours | {(checkpoint.directory / "config.json").resolve()}:
+    others = [checkpoint.directory / name for name in ("config.json", INDEX)]
+    if target.resolve() in [path.resolve() for path in (*checkpoint.shards, *others)]:
         raise InvalidFile(f"{target}: is part of the checkpoint, and would be replaced")
 
     def check(name: str, array: np.ndarray) -> None:

@@ -61,8 +61,8 @@ def told() -> Iterator[None]:
     """Turn the errors that a person can mend into one message."""
     try:
         yield
-    except (ValueError, OSError, KeyError) as error:
-        fail(error.args[0] if isinstance(error, KeyError) else error)
+    except (ValueError, OSError) as error:
+        fail(error)
 
 
 def say(line: str = "") -> None:
@@ -149,6 +149,8 @@ def make(
     """Write one of the small models, its prompts and its golden tokens. Same bytes every time."""
     bundle = importlib.import_module("engine.bundle")
     bundles = importlib.import_module("goldens.bundles")
+    if name not in bundles.NAMES:
+        fail(f"no model {name!r}; there are {', '.join(bundles.NAMES)}", 2)
     with told():
         weights, config = bundles.tensors(name), bundles.config(name)
         prompts = bundles.prompts(name)

@@ -76,8 +76,8 @@ def test_make_says_what_it_made_and_gives_the_same_bytes(made, tmp_path):
 
 
 def test_make_of_an_unknown_name_or_place(tmp_path):
-    error = kdtr("bundle", "make", "huge", "--out", tmp_path / "a.kdtr", code=1)
-    assert error.startswith("kdtr: no bundle 'huge'; there are tiny-fp32, tiny-int4, ")
+    error = kdtr("bundle", "make", "huge", "--out", tmp_path / "a.kdtr", code=2)
+    assert error.startswith("kdtr: no model 'huge'; there are tiny-fp32, tiny-int4, ")
     error = kdtr("bundle", "make", "tiny-fp32", "--out", tmp_path / "no" / "a.kdtr", code=1)
     assert "there is no directory" in error
     assert not list(tmp_path.iterdir())
