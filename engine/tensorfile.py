@@ -4,9 +4,9 @@ Format (https://github.com/huggingface/safetensors): eight bytes with the header
 endian; a JSON object that maps each name to {dtype, shape, data_offsets}, and `__metadata__` to an
 object of strings; then the tensors' bytes, without gaps.
 
-The safetensors package is not used here because its numpy API knows bfloat16 in some versions and
-raises KeyError('BF16') in others, copies what it reads, holds all that it writes in memory, and its
-errors name no tensor. The tests read our files with it and write files for us.
+The safetensors package is not used here because its numpy API copies what it reads, holds all that
+it writes in memory, raises KeyError('BF16') from `load` (0.8.0), and its errors name no tensor. The
+tests read our files with it and write files for us.
 """
 
 import hashlib

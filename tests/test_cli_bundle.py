@@ -85,7 +85,7 @@ def test_make_of_an_unknown_name_or_place(tmp_path):
 
 def test_inspect(made):
     out = kdtr("bundle", "inspect", made["tiny-int4"])
-    assert "tiny-int4, 3.8 MB, int4-g32" in out
+    assert re.search(r"tiny-int4, 3\.\d MB, int4-g32", out)
     assert re.search(r"model\.layers\.\*\.mlp\.experts\.\*\.up_proj\.qw +24 +I32 +128 x 32", out)
     assert "all, 84 matrices INT4" in out
     assert out.count("golden ") == 3
