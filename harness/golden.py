@@ -131,6 +131,7 @@ def _build(spec: Spec, case: Case, weights: Any, config: Any) -> Golden:
         **case.axes, **case.scalars, **case.options,
         "exact": case.exact, "weights": weights, "config": config,
     }  # fmt: skip
+    _all_used(spec, case)
     inputs = _call(oracle(spec).inputs, spec.reference, offered, stream(spec, case))
     shapes = spec.shapes(case)
     inout = {n: t for n, t in spec.outputs.items() if t.inout}
@@ -162,6 +163,24 @@ def _build(spec: Spec, case: Case, weights: Any, config: Any) -> Golden:
         _check_expected(spec, case, golden, output)
     _check_says_something(spec, case, golden)
     return golden
+
+
+def _all_used(spec: Spec, case: Case) -> None:
+    """What the spec sets and no function of the oracle asks for would be set in vain."""
+    by_inputs, by_reference = (
+        inspect.signature(getattr(oracle(spec), name)).parameters.values()
+        for name in ("inputs", "reference")
+    )
+    wanted = [(by_inputs, "inputs", [*case.options, *(["exact"] if case.exact else [])])]
+    wanted.append(([*by_inputs, *by_reference], "inputs or reference", [*case.scalars]))
+    for parameters, where, names in wanted:
+        taken = {p.name for p in parameters}
+        idle = [n for n in names if n not in taken]
+        if idle and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise Fault(
+                Status.SPEC_ERROR,
+                f"the spec sets {', '.join(idle)}, but {where} of the oracle does not take it",
+            )
 
 
 def needs_magnitude(output: Output, case: Case) -> bool:

@@ -75,7 +75,7 @@ def x_is(array):
 
 
 def y_is(array, **more):
-    return lambda *, x: {"y": array, **more}
+    return lambda *, x, factor: {"y": array, **more}
 
 
 SHAPE = (3, 8)
@@ -95,7 +95,7 @@ RAMP = np.arange(24.0).reshape(SHAPE)
         ({"reference": y_is(RAMP.astype(np.float32))}, "y is float32, expected float64"),
         ({"reference": y_is(RAMP[:2])}, "y has shape (2, 8)"),
         ({"reference": y_is(RAMP, z=RAMP)}, "returns z, not in the spec"),
-        ({"reference": lambda *, x: {}}, "reference lacks y"),
+        ({"reference": lambda *, x, factor: {}}, "reference lacks y"),
     ],
 )
 def test_an_oracle_that_contradicts_the_spec_is_a_golden_error(make, change, said):
@@ -107,9 +107,23 @@ def test_an_oracle_that_contradicts_the_spec_is_a_golden_error(make, change, sai
 
 def test_an_oracle_that_asks_for_what_the_spec_lacks_is_a_spec_error(make):
     with pytest.raises(Fault) as caught:
-        make(reference=lambda *, x, eps: {"y": RAMP})
+        make(reference=lambda *, x, factor, eps: {"y": RAMP})
     assert caught.value.status is Status.SPEC_ERROR
     assert "asks for eps; the spec gives x, factor" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (("[inputs]", '[options]\npattern = "ties"\n[inputs]'), "pattern"),
+        (("factor = 3.0", "factor = 3.0\neps = 1e-5"), "eps"),
+        (("sim = true", "exact = true"), "exact"),
+    ],
+)
+def test_what_the_spec_sets_in_vain_is_a_spec_error(make, change, name):
+    with pytest.raises(Fault, match=f"the spec sets {name}, but") as caught:
+        make(change)
+    assert caught.value.status is Status.SPEC_ERROR
 
 
 def test_an_oracle_without_its_functions_is_a_spec_error(make):
@@ -129,7 +143,7 @@ def test_an_oracle_with_open_keywords_gets_all_of_them(make):
 
 
 def test_an_oracle_that_changes_its_inputs_is_a_golden_error(make):
-    def in_place(*, x):
+    def in_place(*, x, factor):
         x *= 2
         return {"y": x.astype(np.float64)}
 
@@ -161,9 +175,9 @@ def test_an_integer_golden_must_fit_its_dtype(make):
 
 def test_an_exact_copy_may_be_given_in_its_own_dtype(make):
     exact = ("match = { ulp = 1 }", 'match = "exact"')
-    make(exact, reference=lambda *, x: {"y": x.copy()})
+    make(exact, reference=lambda *, x, factor: {"y": x.copy()})
     with pytest.raises(Fault, match="expected float64"):
-        make(reference=lambda *, x: {"y": x.copy()})
+        make(reference=lambda *, x, factor: {"y": x.copy()})
 
 
 DOT = ("{ ulp = 1 }", '{ bound = "dot", terms = 8, slack = 2 }')
@@ -187,7 +201,12 @@ def test_a_bound_needs_a_sensible_magnitude(make, magnitude, said):
 
 
 def test_an_exact_case_needs_no_magnitude(make):
-    make(DOT, ("sim = true", "exact = true"), reference=y_is(RAMP))
+    make(
+        DOT,
+        ("sim = true", "exact = true"),
+        reference=y_is(RAMP),
+        inputs=lambda rng, exact: {"x": RAMP.astype(np.float32)},
+    )
 
 
 # -- goldens that say nothing --------------------------------------------------------------------
@@ -214,9 +233,9 @@ def test_a_golden_equal_to_the_initial_value_is_vacuous(make):
         ('[inputs]\nx = { shape = ["rows", "columns"], dtype = "float32" }\n', ""),
         ("y = {", "x = { inout = true,"),
     )
-    make(*changes, reference=lambda *, x: {"x": x.astype(np.float64) + 1})
+    make(*changes, reference=lambda *, x, factor: {"x": x.astype(np.float64) + 1})
     with pytest.raises(Fault, match="equal to its initial value") as caught:
-        make(*changes, reference=lambda *, x: {"x": x.astype(np.float64)})
+        make(*changes, reference=lambda *, x, factor: {"x": x.astype(np.float64)})
     assert caught.value.status is Status.VACUOUS
 
 
@@ -446,7 +465,7 @@ def test_other_inputs_and_moved_outputs_are_differences(load, monkeypatch):
 
     loaded = load()
     golden.generate([loaded], "first")
-    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.float64(3.0 + 3e-8)})
+    monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": x * np.float64(3.0 + 3e-8)})
     (moved,) = golden.verify([loaded])
     assert "output y moved by" in moved
     monkeypatch.setattr(scale, "reference", reference)
@@ -461,7 +480,7 @@ def test_rounding_in_another_order_is_no_difference(load, monkeypatch):
 
     loaded = load()
     golden.generate([loaded], "first")
-    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.float64(3.0 + 1e-14)})
+    monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": x * np.float64(3.0 + 1e-14)})
     assert golden.verify([loaded]) == []
 
 
@@ -469,7 +488,7 @@ def test_integer_outputs_are_exact(load, monkeypatch):
     from broken import scale
 
     answer = np.arange(24).reshape(3, 8)
-    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": answer})
+    monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": answer})
     loaded = load(INTEGER)
     golden.generate([loaded], "first")
     answer[2, 7] += 1
@@ -498,7 +517,7 @@ def test_a_broken_oracle_is_a_difference_and_generates_nothing(load, tmp_path, m
     loaded = load()
     golden.generate([loaded], "first")
     before = (tmp_path / "goldens" / "manifest.toml").read_bytes()
-    monkeypatch.setattr(scale, "reference", lambda *, x: {"y": x * np.nan})
+    monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": x * np.nan})
     assert "GOLDEN_ERROR" in golden.verify([loaded])[0]
     with pytest.raises(Fault):
         golden.generate([loaded], "the oracle's failure is no golden")

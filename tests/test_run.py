@@ -97,7 +97,7 @@ def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, d
         constant,
         ('dtype = "float32", match = { ulp = 1 }', f'dtype = "{dtype}", match = "exact"'),
         ("sim = true", 'sim = true, constant = "the poison"'),
-        oracle(lambda *, x: {"y": answer}),
+        oracle(lambda *, x, factor: {"y": answer}),
         FIRST,
     )
     assert verdict.status is Status.PASSED, report.failure_text(verdict)
@@ -400,12 +400,12 @@ def test_stage_golden_compares_the_reference_with_a_witness(judge, monkeypatch):
     verdict = judge(None, *changes)
     assert (verdict.status, verdict.device) == (Status.PASSED, "host")
 
-    monkeypatch.setattr(oracle, "witness", lambda *, x: {"y": x.astype(np.float64) * 2})
+    monkeypatch.setattr(oracle, "witness", lambda *, x, factor: {"y": x.astype(np.float64) * 2})
     assert judge(None, *changes).status is Status.WRONG
 
 
 def test_an_input_that_no_golden_depends_on_is_vacuous_in_the_first_case(judge, oracle):
-    ignored = oracle(lambda *, x: {"y": np.arange(24.0).reshape(3, 8)})
+    ignored = oracle(lambda *, x, factor: {"y": np.arange(24.0).reshape(3, 8)})
 
     def ramp(x, *, factor, y):
         y.copy_to_device(np.arange(24, dtype=np.float32).reshape(3, 8))
