@@ -9,6 +9,7 @@ Source of the semantics: PTX ISA 9.0, sections "mma.m16n8k16", "ldmatrix", "cp.a
 "prmt", "lop3", "griddepcontrol".
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,10 +25,10 @@ __all__ = [
     "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4", "load_global_u16",
     "load_global_u32", "load_global_v2", "load_global_v4", "load_global_v4_or_zero", "load_rows",
     "load_rows_u16", "load_shared_u32", "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16",
-    "mma_bf16_tiles", "mma_int4", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait", "popc",
-    "prmt", "reciprocal", "shared_address", "store_global_u16", "store_global_u32",
-    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
-    "store_shared_v4", "zeros_f32", "zeros_u32",
+    "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents",
+    "pdl_wait", "popc", "prmt", "reciprocal", "shared_address", "store_global_u16",
+    "store_global_u32", "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
+    "store_shared_v4", "warp_max_u32", "warp_min_u32", "warp_sum_u32", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
 
 if not SIMULATED:
@@ -426,6 +427,10 @@ if not SIMULATED:
     reciprocal = _ptx("rcp.rn.f32 $0, $1;", [f32], [f32])
     fma = _ptx("fma.rn.f32 $0, $1, $2, $3;", [f32], [f32] * 3)
     popc = _ptx("popc.b32 $0, $1;", [u32], [u32])
+    mul_high_u64 = _ptx("mul.hi.u64 $0, $1, $2;", [u64], [u64, u64])
+    warp_max_u32 = _ptx("redux.sync.max.u32 $0, $1, 0xffffffff;", [u32], [u32], volatile=True)
+    warp_min_u32 = _ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", [u32], [u32], volatile=True)
+    warp_sum_u32 = _ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", [u32], [u32], volatile=True)
     prmt = _ptx("prmt.b32 $0, $1, $2, $3;", [u32], [u32] * 3)
 
     def lop3(table: int) -> Callable:
@@ -693,10 +698,30 @@ else:
         return np.float32(1) / np.float32(x)
 
     def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-        return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+        """One rounding: the float64 sum is rounded to odd, so that no tie is made on the way."""
+        product, addend = float(a) * float(b), float(c)
+        total = product + addend
+        back = total - product
+        rest = (product - (total - back)) + (addend - back)  # what the sum lost, exactly
+        if rest and not math.isnan(rest) and not int(np.float64(total).view(np.uint64)) & 1:
+            total = math.nextafter(total, math.copysign(math.inf, rest))
+        return np.float32(total)
 
     def popc(bits: int) -> int:
         return int(bits).bit_count()
+
+    def mul_high_u64(a: int, b: int) -> int:
+        return int(a) * int(b) >> 64
+
+    def _redux(fold: Callable) -> Callable:
+        def redux(value: int) -> int:
+            return simulator.collective(
+                _MASK, int(value), lambda s: dict.fromkeys(s, fold(s.values()) & _MASK)
+            )
+
+        return redux
+
+    warp_max_u32, warp_min_u32, warp_sum_u32 = _redux(max), _redux(min), _redux(sum)
 
     def prmt(a: int, b: int, selector: int) -> int:
         source = int(a).to_bytes(4, "little") + int(b).to_bytes(4, "little")
