@@ -52,8 +52,8 @@ def launcher(fault=None):
         for i in range(end):
             at = u32(row + u32(i))
             value = f32(x[at] * scale)
-            if fault == "wrong_tail":  # the last, partial vector of 32 lanes is not scaled
-                if u32(i) >= hidden // u32(32) * u32(32):
+            if fault == "wrong_tail":  # the last, partial vector of 64 elements is not scaled
+                if u32(i) >= hidden // u32(64) * u32(64):
                     value = x[at]
             if fault == "past_the_end":
                 y[at] = value
