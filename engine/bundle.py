@@ -279,6 +279,10 @@ class Bundle(Mapping[str, np.ndarray]):
             self.prompts = [row[row >= 0] for row in self._verified("prompts")]
             self.golden_tokens = self._verified("golden_tokens")
             self.golden_margins = self._verified("golden_margins")
+            for name, least in (("prompts", -1), ("golden_tokens", 0)):
+                ids, vocabulary = file[name], self.config["vocab_size"]
+                if ids.min(initial=0) < least or ids.max(initial=0) >= vocabulary:
+                    raise file.error(f"tensor {name!r} has ids outside the {vocabulary} tokens")
 
     def _read_digests(self) -> dict[str, str]:
         try:
@@ -287,9 +291,9 @@ class Bundle(Mapping[str, np.ndarray]):
             raise self._file.error(f"metadata sha256 is not JSON ({error})") from error
         if not isinstance(digests, dict):
             raise self._file.error("metadata sha256 is not a JSON object")
-        lacking = next((name for name in self._file if name not in digests), None)
-        if lacking is not None:
-            raise self._file.error(f"metadata sha256 lacks tensor {lacking!r}")
+        for name in self._file:
+            if not isinstance(digests.get(name), str):
+                raise self._file.error(f"metadata sha256 has no digest of tensor {name!r}")
         return digests
 
     def _verified(self, name: str) -> np.ndarray:
@@ -378,13 +382,14 @@ def write(
         check_config(config)
         quantization = check_weights(describe(weights), config)
         _check_golden(describe(golden))
+        text = json.dumps(dict(config), sort_keys=True, allow_nan=False)
     except ValueError as error:
         raise InvalidFile(f"{path}: {error}") from None
     metadata = {
         "format": FORMAT,
         "version": VERSION,
         "name": name,
-        "config": json.dumps(dict(config), sort_keys=True, allow_nan=False),
+        "config": text,
         "quantization": quantization,
     }
 

@@ -294,7 +294,10 @@ def _ignore_list(
                 raise InvalidFile(f"{path}: {where}.{key}.weights.{field}: unknown, {value!r}")
 
     ignore: list[str | re.Pattern[str]] = []
-    for entry in table.get("ignore") or []:
+    entries = table.get("ignore") or []
+    if not isinstance(entries, list):
+        raise InvalidFile(f"{path}: {where}.ignore: expected a list, got {entries!r}")
+    for entry in entries:
         if not isinstance(entry, str):
             raise InvalidFile(f"{path}: {where}.ignore: {entry!r} is not a string")
         try:

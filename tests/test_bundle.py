@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -271,6 +273,58 @@ def test_other_format_and_version(path, tmp_path):
         Bundle(file)
 
 
+WEIRD = [None, True, 0, -1, 1, 3.5, "", "x", [], {}, [1], {"a": 1}, 10**30, float("nan"), 1e400]
+
+
+def mutated(value: object, rng: random.Random) -> object:
+    """A copy of a JSON value with one to four entries deleted or replaced by something weird."""
+
+    def places(value: object, way: tuple = ()) -> Iterator[tuple]:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield (*way, key)
+            if isinstance(entry, dict | list):
+                yield from places(entry, (*way, key))
+
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        *way, last = rng.choice(list(places(value)) or [(None,)])
+        table = value
+        for key in way:
+            table = table[key]
+        if last is not None and rng.random() < 0.3:
+            del table[last]
+        elif last is not None:
+            table[last] = json.loads(json.dumps(rng.choice(WEIRD)))
+    return value
+
+
+def test_whatever_the_header_says_the_error_is_ours(path, tmp_path, monkeypatch):
+    """Without the header's digest, which finds all of these first."""
+    monkeypatch.setattr(TensorFile, "check_header", lambda self: None)
+    rng = random.Random(0)
+    raw, file = path.read_bytes(), tmp_path / "mutated.kdtr"
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    errors = []
+    for turn in range(300):
+        part = ("config", "sha256", None)[turn % 3]
+        other = json.loads(json.dumps(header))
+        if part is None:
+            other = mutated(header, rng)
+        else:
+            inner = json.loads(header["__metadata__"][part])
+            other["__metadata__"][part] = json.dumps(mutated(inner, rng))
+        text = json.dumps(other).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+        try:
+            Bundle(file).verify()
+        except InvalidFile as error:
+            errors.append(str(error))
+    assert 270 < len(errors)
+    assert all(error.startswith(f"{file}: ") for error in errors)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -353,6 +407,7 @@ def test_quantised_float32_is_refused(tmp_path):
         ({"rope_scaling": None}, "'rope_scaling': expected a table of type yarn, got None"),
         ({"rope_scaling": {"type": "linear"}}, "expected a table of type yarn"),
         ({"rope_scaling": {"type": "yarn"}}, "'rope_scaling.factor': .* it is missing"),
+        ({"anything": float("nan")}, "Out of range float values are not JSON compliant"),
         ({"hidden_act": "gelu"}, "'hidden_act': expected 'silu', got 'gelu'"),
         ({"n_group": 8}, "'n_group': expected 1, got 8"),
         ({"num_key_value_heads": 1}, "'num_key_value_heads': expected num_attention_heads = 2"),
@@ -389,6 +444,16 @@ def test_goldens_fit_each_other(tmp_path, golden, message):
 def test_a_config_of_a_billion_layers_is_found_wanting_at_once(tmp_path):
     with pytest.raises(InvalidFile, match=r"'model.layers.2.input_layernorm.weight' is missing"):
         write(tmp_path / "a.kdtr", config={**CONFIG, "num_hidden_layers": 10**9})
+
+
+@pytest.mark.parametrize("name", ["prompts", "golden_tokens"])
+def test_goldens_are_tokens_of_the_model(path, tmp_path, name):
+    tensors = {key: TensorFile(path)[key] for key in TensorFile(path)}
+    tensors[name] = tensors[name].copy()
+    tensors[name][0, 1] = 24
+    tensorfile.write(tmp_path / "a.kdtr", tensors, TensorFile(path).metadata)
+    with pytest.raises(InvalidFile, match=f"tensor '{name}' has ids outside the 24 tokens"):
+        Bundle(tmp_path / "a.kdtr")
 
 
 def test_a_bundle_may_have_no_goldens(tmp_path):

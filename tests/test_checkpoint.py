@@ -1,6 +1,7 @@
 """Import of public checkpoints: the sample, directories made here, and hostile ones."""
 
 import json
+import random
 import shutil
 import time
 import tracemalloc
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from test_bundle import mutated
 
 from engine import bundle, checkpoint
 from engine.bundle import Bundle
@@ -505,6 +507,24 @@ def test_an_index_that_is_wrong(tmp_path):
     for shard in directory.glob("*.safetensors"):
         shard.unlink()
     refuse(directory, r"or one safetensors file, got no \*.safetensors")
+
+
+def test_whatever_the_json_says_the_error_is_ours(tmp_path):
+    rng = random.Random(0)
+    directory = save(tmp_path / "in")
+    index = json.loads((directory / checkpoint.INDEX).read_text())
+    errors = []
+    for turn in range(200):
+        config = mutated(nested(), rng) if turn % 3 else nested()
+        other = index if turn % 3 else mutated(index, rng)
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / checkpoint.INDEX).write_text(json.dumps(other))
+        try:
+            checkpoint.read(directory)
+        except InvalidFile as error:
+            errors.append(str(error))
+    assert 160 < len(errors) < 200
+    assert all(error.startswith(str(directory)) for error in errors)
 
 
 def test_a_directory_that_is_none(tmp_path):
