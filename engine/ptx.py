@@ -19,15 +19,16 @@ from numba.cuda import types
 from engine.device import SIMULATED, f32, i32, u32, u64
 
 __all__ = [
-    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low", "bits_to_f32",
-    "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16",
-    "f32_to_bits", "fma", "fma_outer", "int4_factors", "ldmatrix_x2", "ldmatrix_x4",
-    "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4", "load_global_u16",
-    "load_global_u32", "load_global_v2", "load_global_v4", "load_global_v4_or_zero", "load_rows",
-    "load_rows_u16", "load_shared_u32", "load_shared_v2", "load_shared_v4", "lop3", "mma_bf16",
-    "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents",
-    "pdl_wait", "popc", "prmt", "reciprocal", "shared_address", "store_global_u16",
-    "store_global_u32", "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
+    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
+    "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
+    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_outer", "int4_factors", "ldmatrix_x2",
+    "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
+    "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4",
+    "load_global_v4_or_zero", "load_rows", "load_rows_u16", "load_shared_u32", "load_shared_v2",
+    "load_shared_v4", "lop3", "mma_bf16", "mma_bf16_slice", "mma_bf16_tiles", "mma_int4",
+    "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait", "popc", "prmt",
+    "reciprocal", "scale_rows", "shared_address", "store_global_u16", "store_global_u32",
+    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
     "store_shared_v4", "warp_max_u32", "warp_min_u32", "warp_sum_u32", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
 
@@ -245,6 +246,60 @@ if not SIMULATED:
             return (wanted[0](*wanted), codegen) if (sums, a, b) == wanted else None
 
         return tiles
+
+    def mma_bf16_slice(total: int, columns: int) -> Callable:
+        """Makes an intrinsic: one A fragment times `columns` B fragments, into some of the sums.
+
+        (place, sums, a, b) -> sums; a literal, and tuples of 4 total f32, 4 u32 and 2 columns u32.
+        Tile place columns + j of the sums gets the product of a with fragment j.
+        """
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        )
+        llvm = ir.FunctionType(ir.LiteralStructType([_F32] * 4), [_I32] * 6 + [_F32] * 4)
+        asm = ir.InlineAsm(llvm, text, ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4))
+
+        @intrinsic
+        def product(context: Any, place: Any, sums: Any, a: Any, b: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                first = columns * place.literal_value
+                _, sums, a, b = args
+                a, b = cgutils.unpack_tuple(builder, a), cgutils.unpack_tuple(builder, b)
+                for j in range(columns):
+                    at = range(4 * (first + j), 4 * (first + j) + 4)
+                    before = [builder.extract_value(sums, n) for n in at]
+                    result = builder.call(asm, a + b[2 * j : 2 * j + 2] + before)
+                    for i, n in enumerate(at):
+                        sums = builder.insert_value(sums, builder.extract_value(result, i), n)
+                return sums
+
+            wanted = (
+                types.UniTuple(f32, 4 * total),
+                types.UniTuple(u32, 4),
+                types.UniTuple(u32, 2 * columns),
+            )
+            if not isinstance(place, types.IntegerLiteral) or (sums, a, b) != wanted:
+                return None
+            return wanted[0](place, *wanted), codegen
+
+        return product
+
+    def scale_rows(tiles: int) -> Callable:
+        """Makes an intrinsic: (sums, low, high) -> sums of `tiles` m16n8 tiles, each lane's upper
+        row times `low` and its lower row (8 below) times `high`."""
+
+        @intrinsic
+        def scale(context: Any, sums: Any, low: Any, high: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                parts = cgutils.unpack_tuple(builder, args[0])
+                parts = [builder.fmul(v, args[1 + (n >> 1 & 1)]) for n, v in enumerate(parts)]
+                return context.make_tuple(builder, signature.return_type, parts)
+
+            wanted = (types.UniTuple(f32, 4 * tiles), f32, f32)
+            return (wanted[0](*wanted), codegen) if (sums, low, high) == wanted else None
+
+        return scale
 
     def fma_outer(rows: int, columns: int) -> Callable:
         """Makes an intrinsic: sums[i columns + j] = fma(a[i], b[j], sums[i columns + j])."""
@@ -593,6 +648,21 @@ else:
 
     def mma_bf16(*registers: Any) -> tuple:
         return _mma_tile(registers[6:], registers[:4], registers[4:6])
+
+    def mma_bf16_slice(total: int, columns: int) -> Callable:
+        tiles = mma_bf16_tiles(1, columns)
+
+        def product(place: int, sums: tuple, a: tuple, b: tuple) -> tuple:
+            low, high = 4 * columns * place, 4 * columns * (place + 1)
+            return sums[:low] + tiles(sums[low:high], a, b) + sums[high:]
+
+        return product
+
+    def scale_rows(tiles: int) -> Callable:
+        def scale(sums: tuple, low: np.float32, high: np.float32) -> tuple:
+            return tuple(np.float32(v * (high if n & 2 else low)) for n, v in enumerate(sums))
+
+        return scale
 
     def zeros_f32(count: int) -> Callable:
         return lambda: (np.float32(0),) * count

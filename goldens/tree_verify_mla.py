@@ -1,0 +1,175 @@
+"""Absorbed attention of tree nodes over a paged latent cache: the oracle of tree_verify_mla.
+
+Row i of request r is node n = i - row_start[r]. It sees the keys at logical positions 0..P-1 of its
+request (P = prefix_len[r]) and P + j for every bit j <= n of its ancestor row. The key at logical
+position p lies in cache slot page_table[r, p // page_size] * page_size + p % page_size. The values
+are the first `rank` columns of the keys:
+  o[i, h] = sum_p softmax_p(scale * q[i, h] . key_p) key_p[:rank]
+A row that sees no key, and a row past row_start[-1], gives zeros.
+"""
+
+import numpy as np
+
+from goldens.numerics import Stream, round_to, unit_roundoff
+
+HOSTILE = (-1, 2**31 - 1)  # entries of the page table that nothing may look up
+
+
+def inputs(
+    rng: Stream,
+    *,
+    rows: int,
+    requests: int,
+    heads: int,
+    width: int,
+    slots: int,
+    max_pages: int,
+    words: int,
+    page_size: int,
+    dtype: str,
+    prefixes: str,
+    nodes: str,
+    tree: str,
+    values: str,
+) -> dict[str, np.ndarray]:
+    """prefixes, nodes: "63,64,65", P and T of each request.
+
+    tree: chain, star (all children of the root), random, or wide (random, parents near the root).
+    values: plain; climbing (scores grow along the keys, so that the running maximum moves in every
+    tile); loud (window keys up to 32 times larger than the prefix's); uniform (equal scores: the
+    output is the mean of small integers); one_hot (each head's scores pick one visible key by more
+    than exp can bridge). The last two are exact.
+    Whatever no row may read is NaN, and hostile in the page table; pages are scattered.
+    """
+    lengths, counts = _integers(prefixes, requests), _integers(nodes, requests)
+    row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    page_table = rng.choice(HOSTILE, (requests, max_pages)).astype(np.int32)
+    free = rng.permutation(slots // page_size)
+    cache = np.full((slots, width), np.nan)
+    ancestors = np.zeros((rows, words), np.uint32)
+    ancestors[:, :] = rng.integers(0, 2**32, (rows, words))  # bits that no node may look at
+    q = rng.bell((rows, heads, width))
+    for r in range(requests):
+        total = lengths[r] + counts[r]
+        used = -(-total // page_size)
+        page_table[r, :used], free = free[:used], free[used:]
+        places = np.arange(total)
+        slot = page_table[r, places // page_size] * page_size + places % page_size
+        cache[slot] = _keys(rng, values, lengths[r], counts[r], width)
+        for n, parent in enumerate(_parents(rng, tree, counts[r])):
+            own = _bits(ancestors[row_start[r] + parent], words) if n else np.zeros(32 * words)
+            own = np.where(np.arange(32 * words) < n, own, 0)
+            own[n] = 1
+            row = row_start[r] + n
+            above = _bits(ancestors[row], words) * (np.arange(32 * words) > n)
+            packed = np.packbits((own + above).astype(np.uint8), bitorder="little")
+            ancestors[row] = packed.view("<u4")
+            if values == "one_hot":
+                seen = np.concatenate([np.arange(lengths[r]), lengths[r] + np.flatnonzero(own)])
+                target = cache[slot[rng.choice(seen, heads)]]
+                q[row] = 512 * np.sign(target)
+    if values == "uniform":
+        q[:] = 0
+    elif values != "one_hot":
+        q *= 0.5
+    return {
+        "q": round_to(q, np.dtype(dtype)),
+        "cache": round_to(cache, np.dtype(dtype)),
+        "page_table": page_table,
+        "row_start": row_start,
+        "prefix_len": np.array(lengths, np.int32),
+        "ancestors": ancestors,
+    }
+
+
+def _integers(text: str, count: int) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if len(numbers) != count:
+        raise ValueError(f"{text!r} has {len(numbers)} numbers for {count} requests")
+    return numbers
+
+
+def _bits(row: np.ndarray, words: int) -> np.ndarray:
+    return np.unpackbits(row.view(np.uint8), bitorder="little")[: 32 * words]
+
+
+def _parents(rng: Stream, tree: str, count: int) -> list[int]:
+    if tree == "chain":
+        return [n - 1 for n in range(count)]
+    if tree == "star":
+        return [-1] + [0] * (count - 1) if count else []
+    reach = {"random": 12, "wide": 10**9}[tree]
+    return [int(rng.integers(max(0, n - reach), n)) if n else -1 for n in range(count)]
+
+
+def _keys(rng: Stream, values: str, prefix: int, nodes: int, width: int) -> np.ndarray:
+    count = prefix + nodes
+    if values == "uniform":
+        return rng.integers(-4, 5, (count, width)).astype(np.float64)
+    if values == "one_hot":
+        return rng.signs((count, width)) * 2.0 ** rng.integers(0, 3, (count, width))
+    keys = rng.bell((count, width))
+    if values == "climbing":
+        keys *= np.linspace(0.25, 4, count)[:, None]
+    if values == "loud":
+        keys[prefix:] *= 2.0 ** rng.integers(0, 6, (nodes, 1))
+    return keys
+
+
+def keys_of_rows(
+    page_table: np.ndarray,
+    row_start: np.ndarray,
+    prefix_len: np.ndarray,
+    ancestors: np.ndarray,
+    page_size: int,
+) -> list[np.ndarray]:
+    """The cache slots that each row sees, int64, in the order of its path; padding rows: none."""
+    seen = [np.zeros(0, np.int64)] * len(ancestors)
+    for r in range(len(prefix_len)):
+        for row in range(row_start[r], row_start[r + 1]):
+            own = _bits(np.ascontiguousarray(ancestors[row]), ancestors.shape[1])
+            own = np.flatnonzero(own[: row - row_start[r] + 1])
+            places = np.concatenate([np.arange(prefix_len[r]), prefix_len[r] + own])
+            page = page_table[r, places // page_size].astype(np.int64)
+            seen[row] = page * page_size + places % page_size
+    return seen
+
+
+def reference(
+    *,
+    q: np.ndarray,
+    cache: np.ndarray,
+    page_table: np.ndarray,
+    row_start: np.ndarray,
+    prefix_len: np.ndarray,
+    ancestors: np.ndarray,
+    scale: float,
+    page_size: int,
+) -> dict[str, np.ndarray]:
+    """o [rows, heads, rank]; rank is the largest power of two below the width, as in every model
+    that has this attention (512 of 576). The magnitude is that of three errors:
+
+    rounding each probability to an activation, independent of each other: u sqrt(sum p^2 v^2);
+    the fp32 scores and the exponential, which move a probability by a factor:
+      (sqrt(width) u32 |q||k| scale + 2^-22) sum p |v|;
+    fp32 sums over the keys: sqrt(keys) u32 sum p |v|.
+    """
+    rows, heads, width = q.shape
+    rank = 1 << (width - 1).bit_length() - 1
+    out, magnitude = np.zeros((rows, heads, rank)), np.zeros((rows, heads, rank))
+    u_act, u32 = unit_roundoff(q.dtype), unit_roundoff(np.float32)
+    slots = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
+    for row, seen in enumerate(slots):
+        if not len(seen):
+            continue
+        keys = cache[seen].astype(np.float64)  # [S, width]
+        query = q[row].astype(np.float64)
+        scores = query @ keys.T * scale  # [heads, S]
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        v, total = keys[:, :rank], p.sum(-1, keepdims=True)
+        out[row] = p @ v / total  # divided last: exact where all p are 0 or 1
+        p /= total
+        size = (np.abs(query) @ np.abs(keys).T).max(-1) * abs(scale)  # [heads]
+        factor = u32 * (np.sqrt(width) * size + 4 + np.sqrt(len(seen)))
+        magnitude[row] = u_act * np.sqrt(p**2 @ v**2) + factor[:, None] * (p @ np.abs(v))
+    return {"o": out, "o.magnitude": magnitude}
