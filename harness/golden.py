@@ -168,15 +168,15 @@ def _build(spec: Spec, case: Case, weights: Any, config: Any) -> Golden:
 def _all_used(spec: Spec, case: Case) -> None:
     """What the spec sets and no function of the oracle asks for would be set in vain."""
     by_inputs, by_reference = (
-        inspect.signature(getattr(oracle(spec), name)).parameters.values()
+        dict(inspect.signature(getattr(oracle(spec), name)).parameters)
         for name in ("inputs", "reference")
     )
-    wanted = [(by_inputs, "inputs", [*case.options, *(["exact"] if case.exact else [])])]
-    wanted.append(([*by_inputs, *by_reference], "inputs or reference", [*case.scalars]))
-    for parameters, where, names in wanted:
-        taken = {p.name for p in parameters}
-        idle = [n for n in names if n not in taken]
-        if idle and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    for names, taken, where in (
+        ([*case.options, *(["exact"] if case.exact else [])], by_inputs, "inputs"),
+        ([*case.scalars], by_inputs | by_reference, "inputs or reference"),
+    ):
+        idle = [name for name in names if name not in taken]
+        if idle and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             raise Fault(
                 Status.SPEC_ERROR,
                 f"the spec sets {', '.join(idle)}, but {where} of the oracle does not take it",

@@ -83,7 +83,7 @@ def run_case(
     )
     try:
         golden = goldens.make(spec, case, cache_dir=cache_dir)
-        if case is next(iter(spec.cases.values())):  # it answers for all of them
+        if case.name == next(iter(spec.cases)):  # it answers for all of them
             inputs_matter(spec, cache_dir)
         verdict = replace(verdict, notes=golden.notes)
         if on_host:
@@ -122,9 +122,14 @@ def judged(verdict: Verdict, results: list[Result], time_us: float | None = None
 def witness(spec: Spec, case: Case, golden: Golden) -> Actual:
     """Stage golden: what the oracle's independent second source says, in the outputs' dtypes."""
     values = goldens.reference(spec, case, golden, "witness")
-    outputs = {
-        n: goldens.rounded(np.asarray(values[n]), o) for n, o in spec.outputs.items() if n in values
-    }
+    try:
+        outputs = {
+            n: goldens.rounded(np.asarray(values[n]), o)
+            for n, o in spec.outputs.items()
+            if n in values
+        }
+    except (TypeError, ValueError) as error:
+        raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}.witness: {_told(error)}") from error
     return Actual(outputs, "host")
 
 
@@ -134,13 +139,13 @@ def execute(
     """Run the launcher twice on poisoned outputs. Raises Fault for what it did wrong on the way."""
     launcher = load_launcher(spec, kernel)
     check_signature(spec, case, launcher)
-    bench = _Bench(spec, case, golden)
+    setup = _Setup(spec, case, golden)
     if case.unsupported:
-        _refused(case, launcher, bench)
-    bench.run(launcher, case, second=False)
-    first = bench.outputs()
-    bench.run(launcher, case, second=True)
-    second = bench.outputs()
+        _refused(case, launcher, setup)
+    setup.run(launcher, case, second=False)
+    first = setup.outputs()
+    setup.run(launcher, case, second=True)
+    second = setup.outputs()
     unwritten, unstable = {}, {}
     for name, output in spec.outputs.items():
         one, two = _flat_bits(first[name]), _flat_bits(second[name])
@@ -150,12 +155,12 @@ def execute(
             survived = (one == a) & (two == b)
         unwritten[name] = survived
         unstable[name] = (one != two) & ~survived
-    return Actual(first, bench.device, bench.time_us, unwritten, unstable)
+    return Actual(first, setup.device, setup.time_us, unwritten, unstable)
 
 
-def _refused(case: Case, launcher: Launcher, bench: "_Bench") -> NoReturn:
+def _refused(case: Case, launcher: Launcher, setup: "_Setup") -> NoReturn:
     try:
-        launcher(**bench.arguments(second=False))
+        launcher(**setup.arguments(launcher, second=False))
     except NotImplementedError as error:
         raise Fault(Status.UNSUPPORTED, f"{case.unsupported} ({error})") from None
     except Exception as error:
@@ -184,7 +189,7 @@ def load_launcher(spec: Spec, kernel: str | Launcher | None = None) -> Launcher:
     module, _, function = name.partition(":")
     try:
         launcher = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Fault(Status.CRASHED, f"{module} cannot be imported: {_told(error)}") from error
     if not callable(launcher):
         raise Fault(Status.SPEC_ERROR, f"kernel {name!r}: {module} has no function {function!r}")
@@ -272,7 +277,7 @@ def poison(dtype: str, second: bool) -> int:
     return _POISON_INTEGER[np.dtype(dtype).itemsize][second]
 
 
-class _Bench:
+class _Setup:
     """The case's tensors on the device, and what is looked at around a launch."""
 
     def __init__(self, spec: Spec, case: Case, golden: Golden):
@@ -299,7 +304,7 @@ class _Bench:
                 lost=_context_lost(),
             ) from error
 
-    def arguments(self, *, second: bool) -> dict[str, Any]:
+    def arguments(self, launcher: Launcher, *, second: bool) -> dict[str, Any]:
         """The launcher's keywords, with outputs and scratch freshly poisoned."""
         for name, tensor in {**self.spec.outputs, **self.spec.scratch}.items():
             buffer = self.buffers[name]
@@ -312,13 +317,12 @@ class _Bench:
         given |= self.case.scalars
         if self.golden.weights is not None:
             given["weights"] = {n: b.array for n, b in self.weights.items()}
-            given["config"] = self.golden.config
+            if "config" in inspect.signature(launcher).parameters:
+                given["config"] = self.golden.config
         return given
 
     def run(self, launcher: Launcher, case: Case, *, second: bool) -> None:
-        keywords = self.arguments(second=second)
-        if "config" in keywords and "config" not in inspect.signature(launcher).parameters:
-            del keywords["config"]
+        keywords = self.arguments(launcher, second=second)
         returned = self._launch(launcher, keywords, case.timeout_s, second)
         self._look_at_guards()
         if returned is not None:
@@ -331,7 +335,7 @@ class _Bench:
             returned, self.time_us = launch(launcher, keywords, limit_s, second)
         except Fault:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             lost = _context_lost()
             if _inside_a_block(error) and isinstance(error, IndexError):
                 raise Fault(Status.OUT_OF_BOUNDS, _told(error)) from error
@@ -455,7 +459,7 @@ def _context_lost() -> bool:
     return False
 
 
-def _inside_a_block(error: Exception) -> bool:
+def _inside_a_block(error: BaseException) -> bool:
     """Whether a simulated thread raised it, and not the launcher's host code."""
     notes = getattr(error, "__notes__", ())
     return any("of block" in n for n in notes) or "ctaid=" in str(error)

@@ -81,7 +81,15 @@ def _file(name: str) -> Path | None:
 
 @functools.cache
 def _imports(path: Path, name: str, _mtime_ns: int) -> tuple[str, ...]:
-    return tuple(_read_imports(ast.parse(path.read_bytes(), str(path)), path, name))
+    return tuple(_read_imports(_tree(path), path, name))
+
+
+def _tree(path: Path) -> ast.Module:
+    """The parsed file; empty if Python cannot read it, which whoever imports it will hear."""
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _read_imports(tree: ast.Module, path: Path, name: str) -> Iterator[str]:
@@ -106,7 +114,7 @@ def _pinned(path: Path, _mtime_ns: int) -> tuple[Path, ...]:
     names = {file.name: file for file in folder.rglob("*") if file.is_file()}
     strings = {
         Path(node.value).name
-        for node in ast.walk(ast.parse(path.read_bytes(), str(path)))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200
     }
     return tuple(sorted(names[name] for name in strings & names.keys()))

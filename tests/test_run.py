@@ -294,6 +294,22 @@ def test_a_module_that_cannot_be_imported_is_a_crash(judge, tmp_path, monkeypatc
     assert "no_such_library" in verdict.message
 
 
+@pytest.mark.parametrize("text", ["def scale(:\n", "raise SystemExit(0)\n", "\0"])
+def test_a_module_that_python_cannot_read_or_that_leaves_is_a_crash(
+    judge, tmp_path, monkeypatch, text
+):
+    (tmp_path / "worse_kernel.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert judge("worse_kernel:scale").status is Status.CRASHED
+
+
+def test_a_launcher_that_ends_the_program_is_a_crash(judge):
+    def leaves(x, *, factor, y):
+        sys.exit(0)
+
+    assert judge(leaves).status is Status.CRASHED
+
+
 def test_a_missing_function_is_a_spec_error(judge):
     verdict = judge("broken.scale:scales")
     assert verdict.status is Status.SPEC_ERROR
