@@ -33,6 +33,24 @@ BLOCK = 4 * GROUP
 UNSCALE = 2.0**20  # mma_int4 gives 2^-20 of the sums
 
 
+def padded(k: int) -> int:
+    """Columns of a row of activations in the permuted order: whole blocks."""
+    return cdiv(k, BLOCK) * BLOCK
+
+
+@function
+def place_in_row(k):
+    """Where column k of a row stands in the permuted order.
+
+    A block of 128 columns is [word j of a lane][lane t][pairs (0, 4), (1, 5), (2, 6), (3, 7)] of
+    columns 32 t + 8 j + 0..7, so that a warp's loads are contiguous and are fragments as they are.
+    """
+    group = u32(u32(k >> u32(5)) & u32(3))
+    word = u32(u32(k >> u32(3)) & u32(3))
+    pair = u32(u32(u32(k & u32(3)) << u32(1)) | u32(u32(k >> u32(2)) & u32(1)))
+    return u32(u32(k & u32(0xFFFFFF80)) + u32(u32(word << u32(5)) | u32(group << u32(3))) + pair)
+
+
 def multiply_rows(
     *, k: int, slices: int, tiles: int, matrices: int, columns: int, ahead: int, plain: bool
 ) -> Callable:

@@ -1,0 +1,84 @@
+"""y[row] = sum over a row's experts of weight times what the expert made of it, in fp32.
+
+Choices are added one by one as listed (the router lists ascending experts), each a fused
+multiply-add, so a row's bits depend on its own choices alone. A choice outside [0, count) adds
+nothing, and what its part holds is not read. One thread makes four elements.
+"""
+
+from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, u32, u64
+from engine.ptx import (
+    address,
+    bits_to_f32,
+    f32_to_bits,
+    fma,
+    load_global_v4,
+    pdl_launch_dependents,
+    pdl_wait,
+    store_global_v4,
+)
+
+THREADS = 128
+WIDTH = 4  # elements of a thread, 16 bytes
+
+
+@kernel(threads=THREADS, registers=40, dependent_launch=True)
+def _moe_combine(
+    parts: ptr[f32],  # [rows * top_k, hidden]
+    experts: ptr[i32],  # [rows, top_k]
+    expert_weights: ptr[f32],  # [rows, top_k]
+    count: u32,  # of experts
+    top_k: u32,
+    hidden: u32,
+    y: ptr[f32],  # [rows, hidden], out
+):
+    pdl_wait()
+    pdl_launch_dependents()
+    row = u32(cuda.blockIdx.y)
+    column = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS) + u32(cuda.threadIdx.x)) * u32(WIDTH))
+    if column < hidden:
+        a = f32(0)
+        b = f32(0)
+        c = f32(0)
+        d = f32(0)
+        slot = u32(row * top_k)
+        end = u32(slot + top_k)
+        while slot < end:
+            if u32(experts[slot]) < count:
+                weight = expert_weights[slot]
+                part = load_global_v4(address(parts, u64(u64(slot) * u64(hidden) + u64(column))))
+                a = fma(weight, bits_to_f32(part[0]), a)
+                b = fma(weight, bits_to_f32(part[1]), b)
+                c = fma(weight, bits_to_f32(part[2]), c)
+                d = fma(weight, bits_to_f32(part[3]), d)
+            slot = u32(slot + u32(1))
+        store_global_v4(
+            address(y, u64(u64(row) * u64(hidden) + u64(column))),
+            f32_to_bits(a),
+            f32_to_bits(b),
+            f32_to_bits(c),
+            f32_to_bits(d),
+        )
+
+
+def moe_combine(parts, experts, expert_weights, *, count: int, y, stream=None) -> None:
+    """parts [rows * top_k, hidden] fp32, one a choice; experts [rows, top_k] int32, of `count`;
+    expert_weights [rows, top_k] fp32; y [rows, hidden] fp32. hidden is a multiple of 4.
+    """
+    dims = check(
+        "moe_combine",
+        parts=(parts, "slots hidden", "float32"),
+        experts=(experts, "rows top_k", "int32"),
+        expert_weights=(expert_weights, "rows top_k", "float32"),
+        y=(y, "rows hidden", "float32"),
+    )
+    rows, top_k, hidden = dims["rows"], dims["top_k"], dims["hidden"]
+    if dims["slots"] != rows * top_k:
+        raise ValueError(
+            f"moe_combine: parts has {dims['slots']} rows, expected {rows} x {top_k} of experts"
+        )
+    if hidden % WIDTH:
+        raise NotImplementedError(f"moe_combine: hidden {hidden} must be a multiple of {WIDTH}")
+    _moe_combine.launch(
+        (cdiv(hidden, WIDTH * THREADS), rows),
+        parts, experts, expert_weights, count, top_k, hidden, y, stream=stream,
+    )  # fmt: skip

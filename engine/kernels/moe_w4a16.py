@@ -1,0 +1,319 @@
+"""Routed experts with INT4 weights: y[row] = sum over its experts of weight * expert(x[row]).
+
+expert(h) = W_down act(silu(W_gate h) * (W_up h)), W = RN_bf16(q s), fp32 accumulation, act = bf16.
+Four launches, sized by shapes alone, so that a CUDA graph can hold them:
+
+1. moe_prepare: slots (row, choice) grouped by expert into blocks, activations permuted;
+2. gate_up: a block of slots times 16 rows of gate and the same 16 of up; SwiGLU on the fp32 sums,
+   rounded once to bf16, stored in the order that the next GEMM reads;
+3. down: a block of slots times 32 rows; fp32, one row a slot;
+4. moe_combine: the weighted sum in the order of the choices.
+
+Blocks beyond the last that is used end at once. engine/int4.py has the inner loop and the order of
+K. Slots are columns of an mma and the split of K is one number for each GEMM, so a row's bits do
+not depend on how many rows there are, on its index or on where its slots landed.
+"""
+
+import math
+
+from engine.device import check, cuda, f32, family, i32, kernel, ptr, static_range, u16, u32, u64
+from engine.int4 import GROUP, add_slices, multiply_rows, padded, place_in_row
+from engine.kernels.moe_combine import moe_combine
+from engine.kernels.moe_route import max_blocks, moe_prepare
+from engine.ptx import (
+    address,
+    f32_to_bf16,
+    f32_to_bits,
+    pdl_launch_dependents,
+    pdl_wait,
+    shared_address,
+    store_global_u16,
+    store_global_u32,
+    store_shared_v4,
+)
+
+SLICES = 4  # warps of a block
+THREADS = 32 * SLICES
+WIDTHS = (8, 16)  # slots of a block
+TILES = 2
+GATE_ROWS = 16  # and as many of up
+DOWN_ROWS = 32
+EXPERTS = {"hidden": (192, 256, 7168), "inner": (96, 128, 2048)}  # of tiny2, tiny and K2.6
+
+
+def _options(columns: int) -> dict:
+    """One column tile: six blocks an SM; two: four."""
+    return {
+        "threads": THREADS,
+        "blocks_per_sm": 6 if columns == 1 else 4,
+        "registers": 80 if columns == 1 else 128,
+        "dependent_launch": True,
+        "sass": ("HMMA", "HFMA2", "LDG"),
+    }
+
+
+@family(*({"k": k, "columns": c} for k in EXPERTS["hidden"] for c in (1, 2)))
+def _gate_up(*, k: int, columns: int):
+    WIDTH = 8 * columns
+    PITCH = TILES * columns * 512  # bytes of a slice's sums
+    SUMS = SLICES * TILES * columns * 128
+    ROW = padded(k)
+    multiply = multiply_rows(
+        k=k,
+        slices=SLICES,
+        tiles=TILES,
+        matrices=2,
+        columns=columns,
+        ahead=4 // columns,
+        plain=False,
+    )
+    add = add_slices(SLICES, PITCH)
+
+    @kernel(**_options(columns))
+    def gate_up(
+        x: ptr[u16],  # [rows, k up to 128] bf16, permuted
+        block_expert: ptr[i32],  # [blocks]
+        block_slot: ptr[i32],  # [blocks, width]
+        qw: ptr[u32],  # [experts, 2 inner, k/8]: gate, then up
+        sc: ptr[u16],  # [experts, 2 inner, k/32] bf16
+        top_k: u32,
+        inner: u32,
+        inner_padded: u32,
+        activated: ptr[u16],  # [slots, inner up to 128] bf16, permuted, out
+    ):
+        sums_of = cuda.shared.array(SUMS, f32, alignment=16)
+        thread = u32(cuda.threadIdx.x)
+        lane = u32(thread & u32(31))
+        part = u32(thread >> u32(5))
+        g = u32(lane >> u32(2))
+        t = u32(lane & u32(3))
+        block = u32(cuda.blockIdx.y)
+        pdl_wait()
+        pdl_launch_dependents()
+        expert = i32(block_expert[block])
+        if expert >= i32(0):
+            first_row = u32(u32(cuda.blockIdx.x) * u32(GATE_ROWS))
+            row = u64(u64(u32(expert)) * u64(u32(inner * u32(2))) + u64(u32(first_row + g)))
+            gate_words = address(qw, u64(row * u64(k // 8)))
+            gate_scales = address(sc, u64(row * u64(k // GROUP)))
+            row = u64(row + u64(inner))
+            up_words = address(qw, u64(row * u64(k // 8)))
+            up_scales = address(sc, u64(row * u64(k // GROUP)))
+            first_slot = u32(block * u32(WIDTH))
+            slot = i32(block_slot[u32(first_slot + g)])
+            if slot < i32(0):  # the first slot of a block is never empty
+                slot = i32(block_slot[first_slot])
+            x_0 = address(x, u64(u64(u32(u32(slot) // top_k)) * u64(ROW)))
+            x_1 = x_0
+            if columns == 2:
+                slot = i32(block_slot[u32(u32(first_slot + u32(8)) + g)])
+                if slot < i32(0):
+                    slot = i32(block_slot[first_slot])
+                x_1 = address(x, u64(u64(u32(u32(slot) // top_k)) * u64(ROW)))
+            sums = multiply(gate_words, gate_scales, up_words, up_scales, x_0, x_1, part, t)
+
+            shared = u32(shared_address(sums_of, u32(0)))
+            mine = u32(shared + u32(u32(part * u32(PITCH)) + u32(lane * u32(16))))
+            for p in static_range(TILES * columns):
+                store_shared_v4(
+                    u32(mine + u32(512 * p)),
+                    f32_to_bits(sums[4 * p]),
+                    f32_to_bits(sums[4 * p + 1]),
+                    f32_to_bits(sums[4 * p + 2]),
+                    f32_to_bits(sums[4 * p + 3]),
+                )
+            cuda.syncthreads()
+            if thread < u32(32 * columns):
+                gate = add(u32(shared + u32(thread * u32(16))))
+                up = add(u32(shared + u32(thread * u32(16)) + u32(512 * columns)))
+                for i in static_range(4):
+                    column = u32(u32(part * u32(8)) + u32(t * u32(2)) + u32(i & 1))
+                    slot = i32(block_slot[u32(first_slot + column)])
+                    if slot >= i32(0):
+                        small = f32(math.exp(f32(-abs(gate[i]))))  # in (0, 1]: no overflow
+                        top = gate[i] if gate[i] >= f32(0) else f32(gate[i] * small)
+                        value = f32(f32(top / f32(f32(1) + small)) * up[i])
+                        to = place_in_row(u32(first_row + g + u32(8 * (i >> 1))))
+                        to = u64(u64(u32(slot)) * u64(inner_padded) + u64(to))
+                        store_global_u16(address(activated, to), f32_to_bf16(value))
+
+    return gate_up
+
+
+@family(*({"k": k, "columns": c} for k in EXPERTS["inner"] for c in (1, 2)))
+def _down(*, k: int, columns: int):
+    WIDTH = 8 * columns
+    PAIRS = TILES * columns
+    PITCH = PAIRS * 512
+    SUMS = SLICES * PAIRS * 128
+    ROW = padded(k)
+    multiply = multiply_rows(
+        k=k,
+        slices=SLICES,
+        tiles=TILES,
+        matrices=1,
+        columns=columns,
+        ahead=4 // columns,
+        plain=False,
+    )
+    add = add_slices(SLICES, PITCH)
+
+    @kernel(**_options(columns))
+    def down(
+        activated: ptr[u16],  # [slots, k up to 128] bf16, permuted
+        block_expert: ptr[i32],  # [blocks]
+        block_slot: ptr[i32],  # [blocks, width]
+        qw: ptr[u32],  # [experts, hidden, k/8]
+        sc: ptr[u16],  # [experts, hidden, k/32] bf16
+        hidden: u32,
+        parts: ptr[f32],  # [slots, hidden], out
+    ):
+        sums_of = cuda.shared.array(SUMS, f32, alignment=16)
+        thread = u32(cuda.threadIdx.x)
+        lane = u32(thread & u32(31))
+        part = u32(thread >> u32(5))
+        g = u32(lane >> u32(2))
+        t = u32(lane & u32(3))
+        block = u32(cuda.blockIdx.y)
+        pdl_wait()
+        pdl_launch_dependents()
+        expert = i32(block_expert[block])
+        if expert >= i32(0):
+            first_row = u32(u32(cuda.blockIdx.x) * u32(DOWN_ROWS))
+            row = u64(u64(u32(expert)) * u64(hidden) + u64(u32(first_row + g)))
+            words = address(qw, u64(row * u64(k // 8)))
+            scales = address(sc, u64(row * u64(k // GROUP)))
+            first_slot = u32(block * u32(WIDTH))
+            slot = i32(block_slot[u32(first_slot + g)])
+            if slot < i32(0):
+                slot = i32(block_slot[first_slot])
+            x_0 = address(activated, u64(u64(u32(slot)) * u64(ROW)))
+            x_1 = x_0
+            if columns == 2:
+                slot = i32(block_slot[u32(u32(first_slot + u32(8)) + g)])
+                if slot < i32(0):
+                    slot = i32(block_slot[first_slot])
+                x_1 = address(activated, u64(u64(u32(slot)) * u64(ROW)))
+            sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
+
+            shared = u32(shared_address(sums_of, u32(0)))
+            mine = u32(shared + u32(u32(part * u32(PITCH)) + u32(lane * u32(16))))
+            for p in static_range(PAIRS):
+                store_shared_v4(
+                    u32(mine + u32(512 * p)),
+                    f32_to_bits(sums[4 * p]),
+                    f32_to_bits(sums[4 * p + 1]),
+                    f32_to_bits(sums[4 * p + 2]),
+                    f32_to_bits(sums[4 * p + 3]),
+                )
+            cuda.syncthreads()
+            if thread < u32(32 * PAIRS):
+                total = add(u32(shared + u32(thread * u32(16))))
+                row = u32(first_row + u32(u32(part // u32(columns)) * u32(16)) + g)
+                for i in static_range(4):
+                    column = u32(u32(part % u32(columns)) * u32(8) + u32(t * u32(2)) + u32(i & 1))
+                    slot = i32(block_slot[u32(first_slot + column)])
+                    if slot >= i32(0):
+                        to = u64(u64(u32(slot)) * u64(hidden) + u64(u32(row + u32(8 * (i >> 1)))))
+                        store_global_u32(address(parts, to), f32_to_bits(total[i]))
+
+    return down
+
+
+def scratch_shapes(
+    *, rows: int, top_k: int, experts: int, hidden: int, inner: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype name of each scratch array of `moe_w4a16`.
+
+    Blocks hold 8 slots, or 16 where experts have more than 8 on average: a block reads all of its
+    expert's weights.
+    """
+    width = WIDTHS[rows * top_k > WIDTHS[0] * experts]
+    blocks = max_blocks(rows, top_k, experts, width)
+    return {
+        "block_expert": ((blocks,), "int32"),
+        "block_slot": ((blocks, width), "int32"),
+        "x_permuted": ((rows, padded(hidden)), "bfloat16"),
+        "activated": ((rows * top_k, padded(inner)), "bfloat16"),
+        "parts": ((rows * top_k, hidden), "float32"),
+    }
+
+
+def moe_w4a16(
+    x,
+    experts,
+    expert_weights,
+    gate_up_qw,
+    gate_up_sc,
+    down_qw,
+    down_sc,
+    *,
+    block_expert,
+    block_slot,
+    x_permuted,
+    activated,
+    parts,
+    y,
+    stream=None,
+) -> None:
+    """y = the routed experts' weighted sum, without the shared expert.
+
+    x [rows, hidden] bf16. experts [rows, top_k] int32, distinct in a row and added in that order;
+    an id outside [0, count) adds nothing. expert_weights [rows, top_k] fp32.
+    gate_up_qw [count, 2 inner, hidden/8] int32, gate_up_sc [count, 2 inner, hidden/32] bf16: each
+    expert's gate_proj above its up_proj, words and scales as in a pack-quantized checkpoint;
+    down_qw [count, hidden, inner/8], down_sc [count, hidden, inner/32]. hidden and inner are
+    multiples of 32. y [rows, hidden] fp32. Scratch as `scratch_shapes` says; block_slot may be 8 or
+    16 wide, which changes no bit of y. At most 256 rows and 1024 experts (NotImplementedError).
+    """
+    dims = check(
+        "moe_w4a16",
+        x=(x, "rows hidden", "bfloat16"),
+        experts=(experts, "rows top_k", "int32"),
+        expert_weights=(expert_weights, "rows top_k", "float32"),
+        gate_up_qw=(gate_up_qw, "count gate_up_rows hidden_words", "int32"),
+        gate_up_sc=(gate_up_sc, "count gate_up_rows hidden_groups", "bfloat16"),
+        down_qw=(down_qw, "count hidden inner_words", "int32"),
+        down_sc=(down_sc, "count hidden inner_groups", "bfloat16"),
+        block_expert=(block_expert, "blocks", "int32"),
+        block_slot=(block_slot, "blocks width", "int32"),
+        x_permuted=(x_permuted, "rows hidden_padded", "bfloat16"),
+        activated=(activated, "slots inner_padded", "bfloat16"),
+        parts=(parts, "slots hidden", "float32"),
+        y=(y, "rows hidden", "float32"),
+    )
+    rows, top_k, count, hidden = (dims[n] for n in ("rows", "top_k", "count", "hidden"))
+    inner, width = dims["gate_up_rows"] // 2, dims["width"]
+    found = (
+        dims["hidden_words"] * 8, dims["hidden_groups"] * GROUP, dims["inner_words"] * 8,
+        dims["inner_groups"] * GROUP, dims["gate_up_rows"],
+    )  # fmt: skip
+    if hidden % GROUP or inner % GROUP or found != (hidden, hidden, inner, inner, 2 * inner):
+        raise ValueError(
+            f"moe_w4a16: gate_up_qw {tuple(gate_up_qw.shape)}, gate_up_sc {tuple(gate_up_sc.shape)}"
+            f", down_qw {tuple(down_qw.shape)} and down_sc {tuple(down_sc.shape)} do not hold "
+            f"[{count}, 2 x {inner}, {hidden}] and [{count}, {hidden}, {inner}] weights in groups "
+            f"of {GROUP}"
+        )
+    if dims["slots"] != rows * top_k or dims["inner_padded"] != padded(inner):
+        raise ValueError(
+            f"moe_w4a16: activated is {tuple(activated.shape)} and parts {tuple(parts.shape)}, "
+            f"expected {rows} x {top_k} rows and {padded(inner)} columns of activated"
+        )
+    if width not in WIDTHS:
+        raise ValueError(f"moe_w4a16: block_slot is {width} wide, expected 8 or 16")
+    moe_prepare(
+        experts, x, count=count, width=width,
+        block_expert=block_expert, block_slot=block_slot, x_permuted=x_permuted, stream=stream,
+    )  # fmt: skip
+    blocks, columns = dims["blocks"], width // 8
+    _gate_up(k=hidden, columns=columns).launch(
+        (inner // GATE_ROWS, blocks),
+        x_permuted, block_expert, block_slot, gate_up_qw, gate_up_sc, top_k, inner, padded(inner),
+        activated, stream=stream,
+    )  # fmt: skip
+    _down(k=inner, columns=columns).launch(
+        (hidden // DOWN_ROWS, blocks),
+        activated, block_expert, block_slot, down_qw, down_sc, hidden, parts, stream=stream,
+    )  # fmt: skip
+    moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)
