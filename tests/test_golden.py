@@ -117,7 +117,6 @@ def test_an_oracle_that_asks_for_what_the_spec_lacks_is_a_spec_error(make):
     [
         (("[inputs]", '[options]\npattern = "ties"\n[inputs]'), "pattern"),
         (("factor = 3.0", "factor = 3.0\neps = 1e-5"), "eps"),
-        (("sim = true", "exact = true"), "exact"),
     ],
 )
 def test_what_the_spec_sets_in_vain_is_a_spec_error(make, change, name):
