@@ -49,23 +49,22 @@ from engine.ptx import bits_to_f32 as as_f32
 THREADS = 256  # 4 groups of K x 2 halves of the rows
 STAGE_K = 128  # 256 bytes of a row: 16 chunks of 16 bytes
 ROW_BYTES = 2 * STAGE_K
-STAGES = 4
 TOKENS = (8, 16, 32, 64)
 SMS = 132  # blocks that `parts` and `_rows` aim at; a constant, so that bits do not follow the GPU
 
 
-@family(*({"rows": r, "tokens": t} for r in (32, 64) for t in TOKENS))
-def _gemm_bf16(*, rows: int, tokens: int):
+@family(*({"rows": r, "tokens": t, "ring": 4} for r in (32, 64) for t in TOKENS))
+def _gemm_bf16(*, rows: int, tokens: int, ring: int):
     ROW_TILES, TOKEN_TILES = rows // 32, tokens // 8  # per warp
     STAGE_BYTES = (rows + tokens) * ROW_BYTES
     X_BYTES = rows * ROW_BYTES  # x lies behind w in a stage
     PITCH = tokens if tokens == 8 else tokens + 8  # words; 8 mod 32 keeps the stores apart
     PLANE = rows * PITCH  # the sums of one group of K
     QUADS = rows * tokens // 4
-    SHARED = max(STAGES * STAGE_BYTES, 16 * PLANE)
+    SHARED = max(ring * STAGE_BYTES, 16 * PLANE)
     zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
     mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
-    wait_for_stage, wait_for_all = cp_async_wait(STAGES - 2), cp_async_wait(0)
+    wait_for_stage, wait_for_all = cp_async_wait(ring - 2), cp_async_wait(0)
 
     @kernel(
         threads=THREADS,
@@ -129,12 +128,12 @@ def _gemm_bf16(*, rows: int, tokens: int):
 
         sums = zeros()
         turn = u32(0)
-        while turn < u32(stages + u32(STAGES - 1)):
-            if turn >= u32(STAGES - 1):
+        while turn < u32(stages + u32(ring - 1)):
+            if turn >= u32(ring - 1):
                 wait_for_stage()
                 cuda.syncthreads()  # the stage is here, and the one before it is used up
             if turn < stages:
-                place = u32(shared + u32(u32(turn % u32(STAGES)) * u32(STAGE_BYTES)) + into)
+                place = u32(shared + u32(u32(turn % u32(ring)) * u32(STAGE_BYTES)) + into)
                 inside = u32(k_copy + u32(turn * u32(STAGE_K))) < k_last
                 skip = u64(u64(turn) * u64(ROW_BYTES))
                 for i in static_range(rows // 16):
@@ -153,8 +152,8 @@ def _gemm_bf16(*, rows: int, tokens: int):
                             taken,
                         )
             cp_async_commit()
-            if turn >= u32(STAGES - 1):
-                use = u32(u32(turn - u32(STAGES - 1)) % u32(STAGES))
+            if turn >= u32(ring - 1):
+                use = u32(u32(turn - u32(ring - 1)) % u32(ring))
                 here = u32(shared + u32(use * u32(STAGE_BYTES)))
                 a_from = u32(here + u32(a_row * u32(ROW_BYTES)))
                 b_from = u32(here + u32(b_row * u32(ROW_BYTES)) + u32(X_BYTES))
@@ -277,7 +276,7 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
         )
     rows = _rows(n, batch)
     tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
-    _gemm_bf16(rows=rows, tokens=tokens).launch(
+    _gemm_bf16(rows=rows, tokens=tokens, ring=4).launch(
         (cdiv(m, tokens), cdiv(n, rows), batch * count),
         x, w, m, n, k, batch, x_width, y_width, cdiv(cdiv(k, STAGE_K), count),
         y.dtype == np.float32, y, stream=stream,
