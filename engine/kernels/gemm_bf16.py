@@ -20,6 +20,7 @@ from engine.device import (
     cuda,
     f32,
     family,
+    function,
     kernel,
     ptr,
     static_range,
@@ -38,6 +39,8 @@ from engine.ptx import (
     ldmatrix_x4,
     load_shared_v4,
     mma_bf16_tiles,
+    pdl_launch_dependents,
+    pdl_wait,
     shared_address,
     store_global_u16,
     store_global_u32,
@@ -66,10 +69,32 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
     mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     wait_for_stage, wait_for_all = cp_async_wait(ring - 2), cp_async_wait(0)
 
+    def fetcher(first: int, count: int):
+        """Makes a device function that starts the copies of one stage's w or x."""
+
+        @function
+        def fetch(source, row, row_end, step, into, column, column_end, stage, stages):
+            if stage < stages:
+                place = u32(into + u32(u32(stage % u32(ring)) * u32(STAGE_BYTES)))
+                inside = u32(column + u32(stage * u32(STAGE_K))) < column_end
+                skip = u64(u64(stage) * u64(ROW_BYTES))
+                for i in static_range(count):
+                    taken = u32(16) if inside and u32(row + u32(16 * i)) < row_end else u32(0)
+                    cp_async_16_zfill(
+                        u32(place + u32(first + 16 * i * ROW_BYTES)),
+                        u64(source + u64(step * u64(i)) + skip),
+                        taken,
+                    )
+
+        return fetch
+
+    fetch_w, fetch_x = fetcher(0, rows // 16), fetcher(X_BYTES, cdiv(tokens, 16))
+
     @kernel(
         threads=THREADS,
         registers=255,
         dynamic_shared=SHARED,
+        dependent_launch=True,
         sass=("HMMA", "LDSM", "LDGSTS"),
     )
     def gemm_bf16(
@@ -127,30 +152,21 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
         b_swizzle = u32(b_row & u32(7))
 
         sums = zeros()
+        pdl_launch_dependents()
+        # Weights of the first stages are on their way before the previous kernel is done with x.
+        for stage in static_range(ring - 1):
+            fetch_w(
+                w_from, w_row, n, w_step, u32(shared + into), k_copy, k_last, u32(stage), stages
+            )
+        pdl_wait()
         turn = u32(0)
         while turn < u32(stages + u32(ring - 1)):
             if turn >= u32(ring - 1):
                 wait_for_stage()
                 cuda.syncthreads()  # the stage is here, and the one before it is used up
-            if turn < stages:
-                place = u32(shared + u32(u32(turn % u32(ring)) * u32(STAGE_BYTES)) + into)
-                inside = u32(k_copy + u32(turn * u32(STAGE_K))) < k_last
-                skip = u64(u64(turn) * u64(ROW_BYTES))
-                for i in static_range(rows // 16):
-                    taken = u32(16) if inside and u32(w_row + u32(16 * i)) < n else u32(0)
-                    cp_async_16_zfill(
-                        u32(place + u32(16 * i * ROW_BYTES)),
-                        u64(w_from + u64(w_step * u64(i)) + skip),
-                        taken,
-                    )
-                for i in static_range(cdiv(tokens, 16)):
-                    if tokens >= 16 or copy_row < u32(8):
-                        taken = u32(16) if inside and u32(x_row + u32(16 * i)) < m else u32(0)
-                        cp_async_16_zfill(
-                            u32(place + u32(X_BYTES + 16 * i * ROW_BYTES)),
-                            u64(x_from + u64(x_step * u64(i)) + skip),
-                            taken,
-                        )
+                fetch_w(w_from, w_row, n, w_step, u32(shared + into), k_copy, k_last, turn, stages)
+            if tokens >= 16 or copy_row < u32(8):
+                fetch_x(x_from, x_row, m, x_step, u32(shared + into), k_copy, k_last, turn, stages)
             cp_async_commit()
             if turn >= u32(ring - 1):
                 use = u32(u32(turn - u32(ring - 1)) % u32(ring))
