@@ -21,7 +21,7 @@ from engine.device import SIMULATED, f32, i32, u32, u64
 __all__ = [
     "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
     "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
-    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_outer", "int4_factors", "ldmatrix_x2",
+    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_dot4", "int4_factors", "ldmatrix_x2",
     "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
     "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4",
     "load_global_v4_or_zero", "load_rows", "load_rows_u16", "load_shared_u32", "load_shared_v2",
@@ -301,23 +301,36 @@ if not SIMULATED:
 
         return scale
 
-    def fma_outer(rows: int, columns: int) -> Callable:
-        """Makes an intrinsic: sums[i columns + j] = fma(a[i], b[j], sums[i columns + j])."""
-        llvm = ir.FunctionType(_F32, [_F32] * 3)
-        asm = ir.InlineAsm(llvm, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+    def fma_dot4(rows: int, columns: int) -> Callable:
+        """Makes an intrinsic that extends rows x columns dot products by four terms each.
+
+        (sums, a, b) -> sums; a and b hold f32 bits, four consecutive terms a row or column:
+        sums[i columns + j] = fma(a[4i+3], b[4j+3], ... fma(a[4i], b[4j], sums[i columns + j])).
+        """
+        asm = ir.InlineAsm(
+            ir.FunctionType(_F32, [_I32, _I32, _F32]),
+            "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; fma.rn.f32 $0, x, y, $3; }",
+            "=f,r,r,f",
+        )
 
         @intrinsic
-        def outer(context: Any, sums: Any, a: Any, b: Any) -> Any:
+        def dot4(context: Any, sums: Any, a: Any, b: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 sums, a, b = (cgutils.unpack_tuple(builder, v) for v in args)
-                for n in range(rows * columns):
-                    sums[n] = builder.call(asm, [a[n // columns], b[n % columns], sums[n]])
+                for term in range(4):
+                    for n in range(rows * columns):
+                        x, y = a[4 * (n // columns) + term], b[4 * (n % columns) + term]
+                        sums[n] = builder.call(asm, [x, y, sums[n]])
                 return context.make_tuple(builder, signature.return_type, sums)
 
-            wanted = tuple(types.UniTuple(f32, n) for n in (rows * columns, rows, columns))
+            wanted = (
+                types.UniTuple(f32, rows * columns),
+                types.UniTuple(u32, 4 * rows),
+                types.UniTuple(u32, 4 * columns),
+            )
             return (wanted[0](*wanted), codegen) if (sums, a, b) == wanted else None
 
-        return outer
+        return dot4
 
     def load_rows(rows: int, stride: int) -> Callable:
         """Makes an intrinsic: 16 bytes from each of `rows` places `stride` bytes apart, past L1.
@@ -667,12 +680,16 @@ else:
     def zeros_f32(count: int) -> Callable:
         return lambda: (np.float32(0),) * count
 
-    def fma_outer(rows: int, columns: int) -> Callable:
-        def outer(sums: tuple, a: tuple, b: tuple) -> tuple:
-            products = np.multiply.outer(np.array(a, np.float64), np.array(b, np.float64))
-            return tuple((products.ravel() + np.array(sums, np.float64)).astype(np.float32))
+    def fma_dot4(rows: int, columns: int) -> Callable:
+        def dot4(sums: tuple, a: tuple, b: tuple) -> tuple:
+            x, y = (np.array(v, np.uint32).view(np.float32).reshape(-1, 4) for v in (a, b))
+            total = np.array(sums, np.float32).reshape(rows, columns)
+            products = x.astype(np.float64)[:, None] * y.astype(np.float64)  # exact
+            for term in range(4):
+                total = (products[..., term] + total).astype(np.float32)
+            return tuple(total.ravel())
 
-        return outer
+        return dot4
 
     def load_rows(rows: int, stride: int) -> Callable:
         def load(place: simulator.Address, wanted: int, old: tuple) -> tuple:

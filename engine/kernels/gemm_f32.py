@@ -1,30 +1,40 @@
 """fp32 GEMM for FP32 models: y[m, n] = sum_k x[m, k] w[n, k] without tensor cores.
 
 Every y is one chain of fused multiply-adds over ascending k, whatever the batch: a row's bits
-depend on its own x, w and k alone. A block computes 16 tokens x 32 rows of w, a thread 4 x 4 of
-them, with 32 columns of K at a time in shared memory.
+depend on its own x, w and k alone. A thread computes 4 tokens x 4 rows of w straight from global
+memory: FP32 models are there to be exact, and small.
 """
 
-from engine.device import cdiv, check, cuda, f32, kernel, ptr, static_range, u32, u64
-from engine.ptx import (
-    advance,
-    bits_to_f32,
-    fma_outer,
-    load_shared_v4,
-    shared_address,
-    zeros_f32,
-)
+from engine.device import cdiv, check, cuda, f32, function, kernel, ptr, static_range, u32, u64
+from engine.ptx import address, fma_dot4, load_global_v4, zeros_f32
 
-TOKENS, ROWS, STEP_K = 16, 32, 32
+TILE = 4  # tokens, and rows of w, of a thread
+THREADS = 32
 STAGE_K = 128  # parts are whole multiples of this, as in gemm_bf16
-THREADS = TOKENS * ROWS // 16
-X_PITCH, W_PITCH = TOKENS + 4, ROWS + 4  # words; 16-byte rows, apart in the banks
-TILES = (X_PITCH + W_PITCH) * STEP_K
 
-_zeros, _outer = zeros_f32(16), fma_outer(4, 4)
+_zeros, _dot4 = zeros_f32(TILE * TILE), fma_dot4(TILE, TILE)
 
 
-@kernel(threads=THREADS, registers=192)
+@function
+def _four(base, row, rows, pitch):
+    """Addresses of rows row..row + 3; past the end the last one, whose sums nobody stores."""
+    last = u32(rows - u32(1))
+    return (
+        u64(base + u64(u64(min(row, last)) * u64(pitch))),
+        u64(base + u64(u64(min(u32(row + u32(1)), last)) * u64(pitch))),
+        u64(base + u64(u64(min(u32(row + u32(2)), last)) * u64(pitch))),
+        u64(base + u64(u64(min(u32(row + u32(3)), last)) * u64(pitch))),
+    )
+
+
+@function
+def _sixteen(rows, skip):
+    """Four f32, as bits, of each of four rows."""
+    low = load_global_v4(u64(rows[0] + skip)) + load_global_v4(u64(rows[1] + skip))
+    return low + load_global_v4(u64(rows[2] + skip)) + load_global_v4(u64(rows[3] + skip))
+
+
+@kernel(threads=THREADS, registers=128)
 def _gemm_f32(
     x: ptr[f32],  # [m, batch, x_width]
     w: ptr[f32],  # [batch, n, k]
@@ -37,55 +47,31 @@ def _gemm_f32(
     part_columns: u32,
     y: ptr[f32],  # [parts, m, batch, y_width], out
 ):
-    tiles = cuda.shared.array(TILES, f32)  # x [k][token], then w [k][row]
-    shared = shared_address(tiles, u32(0))
-    thread = u32(cuda.threadIdx.x)
-    first_token = u32(u32(cuda.blockIdx.x) * u32(TOKENS))
-    first_row = u32(u32(cuda.blockIdx.y) * u32(ROWS))
+    first_token = u32(u32(cuda.blockIdx.x) * u32(TILE))
+    lane_row = u32(u32(cuda.threadIdx.x) * u32(TILE))
+    first_row = u32(u32(u32(cuda.blockIdx.y) * u32(THREADS * TILE)) + lane_row)
     member = u32(u32(cuda.blockIdx.z) % batch)
     part = u32(u32(cuda.blockIdx.z) // batch)
-    x_from = advance(x, u64(u64(member) * u64(x_width)))
-    w_from = advance(w, u64(u64(member) * u64(u64(n) * u64(k))))
-    my_token = u32(u32(thread & u32(3)) * u32(4))
-    my_row = u32(u32(thread >> u32(2)) * u32(4))
-    sums = _zeros()
-    k0 = u32(part * part_columns)
-    k_last = min(k, u32(k0 + part_columns))
-    while k0 < k_last:
-        column = u32(k0 + thread)
-        for i in static_range(TOKENS):
-            value = f32(0)
-            if column < k_last and u32(first_token + u32(i)) < m:
-                row = u64(u64(u32(first_token + u32(i))) * u64(u32(batch * x_width)))
-                value = x_from[u64(row + u64(column))]
-            tiles[u32(u32(thread * u32(X_PITCH)) + u32(i))] = value
-        for i in static_range(ROWS):
-            value = f32(0)
-            if column < k_last and u32(first_row + u32(i)) < n:
-                value = w_from[u64(u64(u64(u32(first_row + u32(i))) * u64(k)) + u64(column))]
-            tiles[u32(u32(thread * u32(W_PITCH)) + u32(X_PITCH * STEP_K + i))] = value
-        cuda.syncthreads()
-        count = min(u32(STEP_K), u32(k_last - k0))
-        a_from = u32(shared + u32(my_token * u32(4)))
-        b_from = u32(shared + u32(u32(my_row * u32(4)) + u32(4 * X_PITCH * STEP_K)))
-        j = u32(0)
-        while j < count:
-            a = load_shared_v4(u32(a_from + u32(j * u32(4 * X_PITCH))))
-            b = load_shared_v4(u32(b_from + u32(j * u32(4 * W_PITCH))))
-            a = (bits_to_f32(a[0]), bits_to_f32(a[1]), bits_to_f32(a[2]), bits_to_f32(a[3]))
-            b = (bits_to_f32(b[0]), bits_to_f32(b[1]), bits_to_f32(b[2]), bits_to_f32(b[3]))
-            sums = _outer(sums, a, b)
-            j = u32(j + u32(1))
-        cuda.syncthreads()
-        k0 = u32(k0 + u32(STEP_K))
-    for i in static_range(4):
-        token = u32(u32(first_token + my_token) + u32(i))
-        to = u64(u64(u64(part) * u64(m)) + u64(token))
-        to = u64(u64(u64(to * u64(batch)) + u64(member)) * u64(y_width))
-        for j in static_range(4):
-            row = u32(u32(first_row + my_row) + u32(j))
-            if token < m and row < n:
-                y[u64(to + u64(row))] = sums[4 * i + j]
+    column = u32(part * part_columns)
+    last = min(k, u32(column + part_columns))
+    if first_row < n:
+        x_base = address(x, u64(u64(member) * u64(x_width)))
+        x_rows = _four(x_base, first_token, m, u64(u64(4) * u64(batch) * u64(x_width)))
+        w_base = address(w, u64(u64(member) * u64(u64(n) * u64(k))))
+        w_rows = _four(w_base, first_row, n, u64(u64(4) * u64(k)))
+        sums = _zeros()
+        while column < last:
+            skip = u64(u64(column) * u64(4))
+            sums = _dot4(sums, _sixteen(x_rows, skip), _sixteen(w_rows, skip))
+            column = u32(column + u32(4))
+        for i in static_range(TILE):
+            token = u32(first_token + u32(i))
+            to = u64(u64(u64(part) * u64(m)) + u64(token))
+            to = u64(u64(u64(to * u64(batch)) + u64(member)) * u64(y_width))
+            for j in static_range(TILE):
+                row = u32(first_row + u32(j))
+                if token < m and row < n:
+                    y[u64(to + u64(row))] = sums[TILE * i + j]
 
 
 def parts(n: int, k: int) -> int:
@@ -129,8 +115,12 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
     x_width, y_width = dims["x_width"], dims.get("y_width", n)
     if x_width < k or y_width < n:
         raise ValueError(f"gemm_f32: x has {x_width} columns for k = {k}, y {y_width} for n = {n}")
+    if k % 4 or x_width % 4:
+        raise NotImplementedError(
+            f"gemm_f32: k {k} and the width of x {x_width} must be multiples of 4"
+        )
     part_columns = STAGE_K * cdiv(cdiv(k, STAGE_K), count)
     _gemm_f32.launch(
-        (cdiv(m, TOKENS), cdiv(n, ROWS), batch * count),
+        (cdiv(m, TILE), cdiv(n, THREADS * TILE), batch * count),
         x, w, m, n, k, batch, x_width, y_width, part_columns, y, stream=stream,
     )  # fmt: skip
