@@ -16,7 +16,20 @@ not depend on how many rows there are, on its index or on where its slots landed
 
 import math
 
-from engine.device import check, cuda, f32, family, i32, kernel, ptr, static_range, u16, u32, u64
+from engine.device import (
+    cdiv,
+    check,
+    cuda,
+    f32,
+    family,
+    i32,
+    kernel,
+    ptr,
+    static_range,
+    u16,
+    u32,
+    u64,
+)
 from engine.int4 import GROUP, add_slices, multiply_rows, padded, place_in_row
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_route import max_blocks, moe_prepare
@@ -32,8 +45,8 @@ from engine.ptx import (
     store_shared_v4,
 )
 
-SLICES = 4  # warps of a block
-THREADS = 32 * SLICES
+GATE_UP_SLICES = 4  # of K, a warp each
+DOWN_SLICES = 4
 WIDTHS = (8, 16)  # slots of a block
 TILES = 2
 GATE_ROWS = 16  # and as many of up
@@ -41,11 +54,11 @@ DOWN_ROWS = 32
 EXPERTS = {"hidden": (192, 256, 7168), "inner": (96, 128, 2048)}  # of tiny2, tiny and K2.6
 
 
-def _options(columns: int) -> dict:
-    """One column tile: six blocks an SM; two: four."""
+def _options(slices: int, columns: int) -> dict:
+    """24 warps an SM with one column tile, 16 with two: what the registers allow."""
     return {
-        "threads": THREADS,
-        "blocks_per_sm": 6 if columns == 1 else 4,
+        "threads": 32 * slices,
+        "blocks_per_sm": (24 if columns == 1 else 16) // slices,
         "registers": 80 if columns == 1 else 128,
         "dependent_launch": True,
         "sass": ("HMMA", "HFMA2", "LDG"),
@@ -56,20 +69,20 @@ def _options(columns: int) -> dict:
 def _gate_up(*, k: int, columns: int):
     WIDTH = 8 * columns
     PITCH = TILES * columns * 512  # bytes of a slice's sums
-    SUMS = SLICES * TILES * columns * 128
+    SUMS = GATE_UP_SLICES * TILES * columns * 128
     ROW = padded(k)
     multiply = multiply_rows(
         k=k,
-        slices=SLICES,
+        slices=GATE_UP_SLICES,
         tiles=TILES,
         matrices=2,
         columns=columns,
         ahead=4 // columns,
         plain=False,
     )
-    add = add_slices(SLICES, PITCH)
+    add = add_slices(GATE_UP_SLICES, PITCH)
 
-    @kernel(**_options(columns))
+    @kernel(**_options(GATE_UP_SLICES, columns))
     def gate_up(
         x: ptr[u16],  # [rows, k up to 128] bf16, permuted
         block_expert: ptr[i32],  # [blocks]
@@ -145,20 +158,20 @@ def _down(*, k: int, columns: int):
     WIDTH = 8 * columns
     PAIRS = TILES * columns
     PITCH = PAIRS * 512
-    SUMS = SLICES * PAIRS * 128
+    SUMS = DOWN_SLICES * PAIRS * 128
     ROW = padded(k)
     multiply = multiply_rows(
         k=k,
-        slices=SLICES,
+        slices=DOWN_SLICES,
         tiles=TILES,
         matrices=1,
         columns=columns,
         ahead=4 // columns,
         plain=False,
     )
-    add = add_slices(SLICES, PITCH)
+    add = add_slices(DOWN_SLICES, PITCH)
 
-    @kernel(**_options(columns))
+    @kernel(**_options(DOWN_SLICES, columns))
     def down(
         activated: ptr[u16],  # [slots, k up to 128] bf16, permuted
         block_expert: ptr[i32],  # [blocks]
@@ -207,15 +220,18 @@ def _down(*, k: int, columns: int):
                     f32_to_bits(sums[4 * p + 3]),
                 )
             cuda.syncthreads()
-            if thread < u32(32 * PAIRS):
-                total = add(u32(shared + u32(thread * u32(16))))
-                row = u32(first_row + u32(u32(part // u32(columns)) * u32(16)) + g)
-                for i in static_range(4):
-                    column = u32(u32(part % u32(columns)) * u32(8) + u32(t * u32(2)) + u32(i & 1))
-                    slot = i32(block_slot[u32(first_slot + column)])
-                    if slot >= i32(0):
-                        to = u64(u64(u32(slot)) * u64(hidden) + u64(u32(row + u32(8 * (i >> 1)))))
-                        store_global_u32(address(parts, to), f32_to_bits(total[i]))
+            for turn in static_range(cdiv(PAIRS, DOWN_SLICES)):
+                pair = u32(part + u32(turn * DOWN_SLICES))
+                if pair < u32(PAIRS):
+                    total = add(u32(shared + u32(pair * u32(512)) + u32(lane * u32(16))))
+                    row = u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g)
+                    column = u32(u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
+                    for i in static_range(4):
+                        slot = i32(block_slot[u32(first_slot + column + u32(i & 1))])
+                        if slot >= i32(0):
+                            to = u64(u64(u32(slot)) * u64(hidden) + u64(row))
+                            place = address(parts, u64(to + u64(8 * (i >> 1))))
+                            store_global_u32(place, f32_to_bits(total[i]))
 
     return down
 
