@@ -21,15 +21,16 @@ from engine.device import SIMULATED, f32, i32, u32, u64
 __all__ = [
     "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
     "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
-    "exp2", "f32_to_bf16", "f32_to_bits", "fma", "fma_dot4", "int4_factors", "ldmatrix_x2",
-    "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
+    "exp2", "f32_to_bf16", "f32_to_bits", "fence_async", "fma", "fma_dot4", "int4_factors",
+    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
     "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4",
     "load_global_v4_or_zero", "load_rows", "load_rows_u16", "load_shared_u32", "load_shared_v2",
-    "load_shared_v4", "lop3", "mma_bf16", "mma_bf16_slice", "mma_bf16_tiles", "mma_int4",
-    "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents", "pdl_wait", "popc", "prmt",
-    "reciprocal", "scale_rows", "shared_address", "store_global_u16", "store_global_u32",
-    "store_global_v2", "store_global_v4", "store_shared_u32", "store_shared_v2",
-    "store_shared_v4", "warp_max_u32", "warp_min_u32", "warp_sum_u32", "zeros_f32", "zeros_u32",
+    "load_shared_v4", "lop3", "matrix_descriptor", "mma_bf16", "mma_bf16_slice",
+    "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents",
+    "pdl_wait", "popc", "prmt", "reciprocal", "scale_rows", "shared_address",
+    "store_global_u16", "store_global_u32", "store_global_v2", "store_global_v4",
+    "store_shared_u32", "store_shared_v2", "store_shared_v4", "warp_max_u32", "warp_min_u32",
+    "warp_sum_u32", "wgmma_bf16", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
 
 if not SIMULATED:
@@ -484,6 +485,88 @@ if not SIMULATED:
 
         return mma
 
+    fence_async = _ptx("fence.proxy.async.shared::cta;", [], [], memory=True)
+
+    @intrinsic
+    def matrix_descriptor(context: Any, place: Any, leading: Any, stride: Any) -> Any:
+        """What wgmma calls a matrix: rows of 128 bytes, swizzled (16-byte unit ^ row % 8).
+
+        place: shared address, on 1024 bytes but for the offset of a step. stride: bytes from 8 rows
+        to the next 8. leading: bytes from 64 columns to the next 64, of a transposed B; else 0.
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def field(value: Any, mask: int, shift: int) -> Any:
+                value = builder.lshr(builder.and_(value, ir.Constant(_I32, mask)), four)
+                return builder.shl(builder.zext(value, _I64), ir.Constant(_I64, shift))
+
+            four = ir.Constant(_I32, 4)
+            parts = [field(v, 0x3FFFF, s) for v, s in zip(args, (0, 16, 32), strict=True)]
+            swizzled = ir.Constant(_I64, 1 << 62)
+            return builder.or_(builder.or_(parts[0], parts[1]), builder.or_(parts[2], swizzled))
+
+        return types.uint64(u32, u32, u32), codegen
+
+    def wgmma_bf16(
+        columns: int, steps: Sequence[tuple[int, int]], *, accumulate: bool, transposed: bool
+    ) -> Callable:
+        """Makes an intrinsic: a chain of wgmma m64n<columns>k16, waited for.
+
+        (a, b) -> sums, or (sums, a, b) -> sums; sums are columns / 2 f32 in a tuple, as of m16n8
+        tiles of a warp's 16 rows. a, b: descriptors; `steps` lists what each step adds to their
+        addresses, in bytes. transposed: rows of B are k and its columns n.
+        """
+        count = columns // 2
+        first = 2 * count if accumulate else count
+        lines = ["{", ".reg .b64 a, b;", ".reg .b32 one;", ".reg .pred p;"]
+        lines += ["mov.b32 one, 1;", f"setp.ne.b32 p, one, {int(not accumulate)};"]
+        lines += ["wgmma.fence.sync.aligned;"]
+        for i, (a_bytes, b_bytes) in enumerate(steps):
+            lines += [
+                f"add.s64 a, ${first}, {a_bytes // 16};",
+                f"add.s64 b, ${first + 1}, {b_bytes // 16};",
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+                f"{_registers(0, count)}, a, b, p, 1, 1, 0, {int(transposed)};",
+            ]
+            if i == 0 and not accumulate:
+                lines += ["setp.ne.b32 p, one, 0;"]
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
+        constraints = ["=f"] * count + [str(i) for i in range(count) if accumulate] + ["l", "l"]
+        constraints += ["~{memory}"]
+        struct = ir.LiteralStructType([_F32] * count)
+        operands = [_F32] * (first - count) + [_I64] * 2
+        text = "\n".join(lines)
+
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            asm = ir.InlineAsm(
+                ir.FunctionType(struct, operands), text, ",".join(constraints), side_effect=True
+            )
+            result = builder.call(asm, values)
+            parts = [builder.extract_value(result, i) for i in range(count)]
+            return context.make_tuple(builder, signature.return_type, parts)
+
+        sums_type = types.UniTuple(f32, count)
+
+        if accumulate:
+
+            @intrinsic
+            def product(context: Any, sums: Any, a: Any, b: Any) -> Any:
+                def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                    values = [*cgutils.unpack_tuple(builder, args[0]), args[1], args[2]]
+                    return emit(context, builder, signature, values)
+
+                return sums_type(sums_type, u64, u64), codegen
+        else:
+
+            @intrinsic
+            def product(context: Any, a: Any, b: Any) -> Any:
+                def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                    return emit(context, builder, signature, list(args))
+
+                return sums_type(u64, u64), codegen
+
+        return product
+
     bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
     f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
     bf16_to_f32 = _ptx("shl.b32 $0, $1, 16;", [f32], [u32])
@@ -676,6 +759,57 @@ else:
             return tuple(np.float32(v * (high if n & 2 else low)) for n, v in enumerate(sums))
 
         return scale
+
+    def fence_async() -> None:
+        """One memory here."""
+
+    def matrix_descriptor(place: simulator.Address, leading: int, stride: int) -> tuple:
+        return place, int(leading), int(stride)
+
+    def _matrix(descriptor: tuple, skip: int, rows: range, columns: range, by_rows: bool) -> Any:
+        """[rows, columns] float64 of a swizzled matrix; by_rows: columns run along its rows."""
+        place, leading, stride = descriptor
+        row, column = np.array(rows)[:, None], np.array(columns)
+        if not by_rows:
+            row, column = column, row
+        at = place.offset + skip + row // 8 * stride + row % 8 * 128
+        at = at + column // 64 * leading + column % 64 * 2
+        at = at ^ (at >> 7 & 7) << 4
+        if at.max() + 2 > len(place.base):
+            raise IndexError(f"wgmma reads {at.max() + 2} of {len(place.base)} bytes")
+        low, high = place.base[at].astype(np.uint32), place.base[at + 1].astype(np.uint32)
+        return (low << 16 | high << 24).view(np.float32).astype(np.float64)
+
+    def wgmma_bf16(
+        columns: int, steps: Sequence[tuple[int, int]], *, accumulate: bool, transposed: bool
+    ) -> Callable:
+        tiles = columns // 8
+        spots = [
+            (_G + row, 8 * j + 2 * _T + column)
+            for j in range(tiles)
+            for row, column in ((0, 0), (0, 1), (8, 0), (8, 1))
+        ]
+
+        def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
+            warp, _, a, b = slots[0]
+            own = range(16 * (warp % 4), 16 * (warp % 4) + 16)
+            sums = np.zeros((16, columns))
+            if accumulate:
+                values = np.array([slots[n][1] for n in range(32)], np.float64)
+                for register, spot in enumerate(spots):
+                    sums[spot] = values[:, register]
+            for a_skip, b_skip in steps:
+                left = _matrix(a, a_skip, own, range(16), True)
+                right = _matrix(b, b_skip, range(16), range(columns), transposed)
+                sums = (np.einsum("ik,kj->ij", left, right) + sums).astype(np.float32)
+            return dict(enumerate(map(tuple, np.stack([sums[s] for s in spots], axis=-1))))
+
+        def product(*arguments: Any) -> tuple:
+            sums = arguments[0] if accumulate else None
+            warp = simulator.current().thread_id // 32
+            return simulator.collective(_MASK, (warp, sums, *arguments[-2:]), combine)
+
+        return product
 
     def zeros_f32(count: int) -> Callable:
         return lambda: (np.float32(0),) * count

@@ -31,6 +31,7 @@ def inputs(
     nodes: str,
     tree: str,
     values: str,
+    exact: bool = False,
 ) -> dict[str, np.ndarray]:
     """prefixes, nodes: "63,64,65", P and T of each request.
 
@@ -41,6 +42,8 @@ def inputs(
     than exp can bridge). The last two are exact.
     Whatever no row may read is NaN, and hostile in the page table; pages are scattered.
     """
+    if exact != (values in ("uniform", "one_hot")):
+        raise ValueError(f"values {values!r} and exact = {exact} do not go together")
     lengths, counts = _integers(prefixes, requests), _integers(nodes, requests)
     row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     page_table = rng.choice(HOSTILE, (requests, max_pages)).astype(np.int32)

@@ -21,8 +21,10 @@ without one).
 """
 
 import math
+from functools import cache
 
 from engine.device import (
+    SIMULATED,
     cdiv,
     check,
     cuda,
@@ -47,10 +49,12 @@ from engine.ptx import (
     cp_async_wait,
     exp2,
     f32_to_bits,
+    fence_async,
     fma,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     load_global_v4,
+    matrix_descriptor,
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
@@ -60,6 +64,7 @@ from engine.ptx import (
     store_global_v2,
     store_global_v4,
     store_shared_u32,
+    wgmma_bf16,
     zeros_f32,
 )  # fmt: skip
 
@@ -147,6 +152,7 @@ def _splits_of(tiles):
 
 
 @family(
+    {"heads_tile": 64, "rank": 512, "rope": 64, "wgmma": True},
     {"heads_tile": 64, "rank": 512, "rope": 64},
     {"heads_tile": 32, "rank": 512, "rope": 64},
     {"heads_tile": 16, "rank": 512, "rope": 64},
@@ -154,7 +160,7 @@ def _splits_of(tiles):
     {"heads_tile": 16, "rank": 64, "rope": 16},
     {"heads_tile": 16, "rank": 128, "rope": 32},
 )
-def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
+def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool = False):
     WIDTH = rank + rope
     UNITS = WIDTH // 8  # 16 bytes each
     CHUNKS = cdiv(WIDTH, 64)
@@ -179,12 +185,22 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
     mix = mma_bf16_slice(VALUE_TILES, STEP)
     rescale = scale_rows(VALUE_TILES)
     wait_for_tile = cp_async_wait(0)
+    score_tile = mix_tile = None
+    if wgmma:  # 16 columns a step: 32 bytes of a chunk, four steps to a chunk
+        steps = [
+            (s // 4 * Q_CHUNK + s % 4 * 32, s // 4 * K_CHUNK + s % 4 * 32)
+            for s in range(WIDTH // 16)
+        ]
+        score_tile = wgmma_bf16(8 * KEY_TILES, steps, accumulate=False, transposed=False)
+        steps = [(s * 32, s * 16 * CHUNK_BYTES) for s in range(TILE // 16)]
+        mix_tile = wgmma_bf16(8 * VALUE_TILES, steps, accumulate=True, transposed=True)
 
     @kernel(
         threads=THREADS,
         registers=255,
         dynamic_shared=SHARED,
-        sass=("HMMA", "LDSM", "LDGSTS"),
+        sass=("HGMMA", "LDGSTS") if wgmma else ("HMMA", "LDSM", "LDGSTS"),
+        archs=("sm_90a",) if wgmma else None,
     )
     def tree_verify_mla_bf16(
         q: ptr[u16],  # [rows, heads, WIDTH]
@@ -280,6 +296,8 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
         turn = first
         while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
             wait_for_tile()
+            if wgmma:
+                fence_async()
             cuda.syncthreads()
             if turn < last:
                 place = u32(shared + copy_to + u32(u32(turn & u32(1)) * u32(K_BYTES)) + u32(K_AT))
@@ -304,30 +322,37 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
             if turn > first:
                 keys = u32(shared + u32(u32(u32(turn - u32(1)) & u32(1)) * u32(K_BYTES)))
                 keys = u32(keys + u32(K_AT))
-                scores = zero_scores()
-                b_from = u32(keys + u32(b_row * u32(CHUNK_BYTES)))
-                chunk = u32(0)
-                while chunk < u32(WIDTH // 64):
-                    q_at = u32(a_from + u32(chunk * u32(Q_CHUNK)))
-                    k_at = u32(b_from + u32(chunk * u32(K_CHUNK)))
-                    for step in static_range(4):
+                if wgmma:
+                    its_keys = u32(keys + u32(column_warp * u32(8 * KEY_TILES * CHUNK_BYTES)))
+                    scores = score_tile(
+                        matrix_descriptor(shared, u32(0), u32(8 * CHUNK_BYTES)),
+                        matrix_descriptor(its_keys, u32(0), u32(8 * CHUNK_BYTES)),
+                    )
+                else:
+                    scores = zero_scores()
+                    b_from = u32(keys + u32(b_row * u32(CHUNK_BYTES)))
+                    chunk = u32(0)
+                    while chunk < u32(WIDTH // 64):
+                        q_at = u32(a_from + u32(chunk * u32(Q_CHUNK)))
+                        k_at = u32(b_from + u32(chunk * u32(K_CHUNK)))
+                        for step in static_range(4):
+                            at = u32(a_swizzle ^ u32(32 * step))
+                            a = ldmatrix_x4(u32(q_at + at))
+                            at = u32(b_swizzle ^ u32(32 * step))
+                            b = ldmatrix_x4(u32(k_at + at))
+                            for j in static_range(1, KEY_TILES // 2):
+                                b = b + ldmatrix_x4(u32(k_at + at + u32(16 * j * CHUNK_BYTES)))
+                            scores = score(scores, a, b)
+                        chunk = u32(chunk + u32(1))
+                    for step in static_range(WIDTH % 64 // 16):
                         at = u32(a_swizzle ^ u32(32 * step))
-                        a = ldmatrix_x4(u32(q_at + at))
+                        a = ldmatrix_x4(u32(a_from + at + u32(WIDTH // 64 * Q_CHUNK)))
                         at = u32(b_swizzle ^ u32(32 * step))
-                        b = ldmatrix_x4(u32(k_at + at))
+                        at = u32(b_from + at + u32(WIDTH // 64 * K_CHUNK))
+                        b = ldmatrix_x4(at)
                         for j in static_range(1, KEY_TILES // 2):
-                            b = b + ldmatrix_x4(u32(k_at + at + u32(16 * j * CHUNK_BYTES)))
+                            b = b + ldmatrix_x4(u32(at + u32(16 * j * CHUNK_BYTES)))
                         scores = score(scores, a, b)
-                    chunk = u32(chunk + u32(1))
-                for step in static_range(WIDTH % 64 // 16):
-                    at = u32(a_swizzle ^ u32(32 * step))
-                    a = ldmatrix_x4(u32(a_from + at + u32(WIDTH // 64 * Q_CHUNK)))
-                    at = u32(b_swizzle ^ u32(32 * step))
-                    at = u32(b_from + at + u32(WIDTH // 64 * K_CHUNK))
-                    b = ldmatrix_x4(at)
-                    for j in static_range(1, KEY_TILES // 2):
-                        b = b + ldmatrix_x4(u32(at + u32(16 * j * CHUNK_BYTES)))
-                    scores = score(scores, a, b)
 
                 # Maximum of each row over the tile: 4 lanes hold it, in each of the column warps.
                 left = u32(length - u32(u32(turn - u32(1)) << u32(6)))  # keys of this tile
@@ -375,18 +400,30 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
                     store_shared_u32(u32(p_at + at), pack_bf16x2(low_p, low_q))
                     at = u32(at + u32(8 * CHUNK_BYTES))
                     store_shared_u32(u32(p_at + at), pack_bf16x2(high_p, high_q))
+                if wgmma:
+                    fence_async()
                 cuda.syncthreads()
 
-                for step in static_range(TILE // 16):
-                    at = u32(a_swizzle ^ u32(32 * step))
-                    a = ldmatrix_x4(u32(a_from + at + u32(P_AT)))
-                    v_at = u32(keys + v_from + u32(16 * step * CHUNK_BYTES))
-                    for i in static_range(VALUE_TILES // STEP):
-                        at = u32(v_at + u32(i * STEP // 8 * K_CHUNK))
-                        b = ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(16 * (i * STEP % 8)))))
-                        if STEP == 4:
-                            b = b + ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(32))))
-                        sums = mix(i, sums, a, b)
+                if wgmma:
+                    its_values = u32(keys + u32(column_warp * u32(VALUE_TILES // 8 * K_CHUNK)))
+                    sums = mix_tile(
+                        sums,
+                        matrix_descriptor(u32(shared + u32(P_AT)), u32(0), u32(8 * CHUNK_BYTES)),
+                        matrix_descriptor(its_values, u32(K_CHUNK), u32(8 * CHUNK_BYTES)),
+                    )
+                else:
+                    for step in static_range(TILE // 16):
+                        at = u32(a_swizzle ^ u32(32 * step))
+                        a = ldmatrix_x4(u32(a_from + at + u32(P_AT)))
+                        v_at = u32(keys + v_from + u32(16 * step * CHUNK_BYTES))
+                        for i in static_range(VALUE_TILES // STEP):
+                            at = u32(v_at + u32(i * STEP // 8 * K_CHUNK))
+                            b = ldmatrix_x4_trans(
+                                u32(at + u32(v_swizzle ^ u32(16 * (i * STEP % 8))))
+                            )
+                            if STEP == 4:
+                                b = b + ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(32))))
+                            sums = mix(i, sums, a, b)
             turn = u32(turn + u32(1))
 
         # The range's result. Sums of a row: 4 lanes in each of the column warps, ascending.
@@ -602,6 +639,16 @@ def _fold(*, bf16: bool):
     return fold
 
 
+@cache
+def _has_wgmma() -> bool:
+    """Hopper alone has it; the GPUs of a machine are taken to be alike."""
+    if SIMULATED:
+        return True
+    from cuda.core import Device
+
+    return Device().compute_capability[0] == 9
+
+
 def tree_verify_mla(
     q,
     cache,
@@ -666,8 +713,10 @@ def tree_verify_mla(
             raise NotImplementedError(
                 f"tree_verify_mla: {heads} heads, rank {rank}, rope {width - rank} in bfloat16"
             )
-        heads_tile = 16 if heads <= 16 else 32 if heads <= 32 else 64
-        _tree_verify_mla_bf16(heads_tile=heads_tile, rank=rank, rope=width - rank).launch(
+        variant = {"heads_tile": 16 if heads <= 16 else 32 if heads <= 32 else 64}
+        if heads > 32 and rank == 512 and _has_wgmma():
+            variant["wgmma"] = True
+        _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank).launch(
             (dims["rows"], splits), q, cache, page_table, row_start, prefix_len, ancestors,
             log2_scale, requests, dims["max_pages"], page_shift, dims["words"], heads, partial,
             stats, stream=stream,
