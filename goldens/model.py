@@ -58,7 +58,7 @@ class Weights:
 # -- trees -----------------------------------------------------------------------------------------
 
 
-def tree(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def tree(parents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Depth int64 [t] and ancestors bool [t, t] of a window of nodes.
 
     parents[0] is -1, parents[i] < i. Entry (i, j) is True if j is i or an ancestor of i.
@@ -93,7 +93,7 @@ def ancestor_words(ancestors: np.ndarray, words: int | None = None) -> np.ndarra
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float | np.floating) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; x [..., n], weight [n]."""
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
@@ -185,7 +185,7 @@ class Window:
     visible: np.ndarray
 
     @classmethod
-    def of(cls, parents: Sequence[int], prefix: int) -> "Window":
+    def of(cls, parents: Sequence[int] | np.ndarray, prefix: int) -> "Window":
         """A tree after `prefix` keys, all of which every node sees. Siblings share a position."""
         depth, ancestors = tree(parents)
         prefix_part = np.ones((len(depth), prefix), bool)

@@ -16,6 +16,7 @@ import numpy as np
 from goldens import bundles
 from goldens.forward import forward
 from goldens.model import Config, Weights
+from goldens.numerics import Stream
 
 # Logits of the bf16 models scatter by 0.0130 (tiny2; tiny 0.0110) under sampled rounding errors,
 # their difference by sqrt(2) times that: 0.11 is 6.0 standard deviations. Biased router scores
@@ -60,6 +61,33 @@ def comfortable(
         cache = latents if cache is None else np.concatenate([cache, latents], axis=1)
         fed = np.array([token])
     return None if loops(tokens) else tokens
+
+
+def clear_tokens(
+    weights: Weights,
+    config: Config,
+    stream: Stream,
+    count: int,
+    *,
+    parents: Sequence[int] | None = None,
+    prefix_cache: np.ndarray | None = None,
+) -> np.ndarray:
+    """int32 [count]: random tokens for a prompt or a tree whose choices of experts are no
+    near-ties, so that values in which an engine may be compared do not hang on one.
+
+    ValueError if 100 rounds of drawing the nodes in doubt again do not settle it.
+    """
+    least = LEAST_GAP[weights.activations.name]
+    tokens = stream.integers(2, config["vocab_size"], count)
+    for _ in range(100):
+        run = forward(
+            weights, config, tokens, parents=parents, prefix_cache=prefix_cache, faithful=True
+        )
+        doubtful = (run["router_gap"] < least).any(0)
+        if not doubtful.any():
+            return tokens.astype(np.int32)
+        tokens[doubtful] = stream.integers(2, config["vocab_size"], int(doubtful.sum()))
+    raise ValueError(f"clear_tokens: {int(doubtful.sum())} of {count} nodes stay near-ties")
 
 
 def find(names: Sequence[str], length: int, first: int = 0, limit: int = 100_000) -> int:

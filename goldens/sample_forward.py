@@ -45,8 +45,8 @@ def reference(
 ) -> dict[str, np.ndarray]:
     ready = Weights(weights)
 
-    def run(r: Rounding, like: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        cached = None
+    def run(r: Rounding, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        cached = before = None
         if len(prefix):
             before = like["before"] if like else None
             first = forward(ready, config, prefix, rounding=r, chosen=before)
@@ -61,7 +61,7 @@ def reference(
             chosen=like["router_index"] if like else None,
         )
         done["hidden_states"] = done["hidden"][1:]
-        return {**done, "before": before if len(prefix) else None}
+        return {**done, "before": before}
 
     exact = run(EXACT)
 
