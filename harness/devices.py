@@ -305,6 +305,14 @@ def turn(uuids: str) -> list[FileLock]:
     return [lock_file(f"{uuid}.turn") for uuid in sorted(_entries(uuids))]
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
 def longest_first(ids: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
     """`ids` by falling time in an earlier run; what has none comes first, by name."""
     return sorted(ids, key=lambda i: (-seconds.get(i, float("inf")), i))

@@ -157,9 +157,14 @@ class Seat:
         seat.uuids, seat.shared, seat.each = told["uuids"], told["shared"], told["each"]
         seat.seconds, seat.worker = told["seconds"], worker
         seat.words = Path(told["folder"], worker)
-        if seat.uuids:
-            os.environ[devices.VISIBLE] = ",".join(seat.uuids)
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(".cache", "numba", worker).absolute()))
+        seat.see()
         return seat
+
+    def see(self) -> None:
+        """Show this process the GPUs of the seat alone; before it initialises CUDA."""
+        if self.uuids:
+            os.environ[devices.VISIBLE] = ",".join(self.uuids)
 
     def takes(self, spec: Spec, case: Case) -> bool:
         """Whether `case` can run here."""
@@ -309,6 +314,8 @@ class CaseItem(pytest.Item):
             verdict = run.run_case(spec, case, kernel=self.config.option.kernel)
         if verdict.lost and seat.worker:
             seat.leave(verdict)
+        if verdict.lost:  # no case after this one could be judged fairly here
+            self.session.shouldstop = f"{self.nodeid} cost the process its GPU; use -n 1"
         return verdict
 
     def overran(self) -> None:
@@ -479,7 +486,18 @@ class Run:
     # verdicts
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without workers, lease the GPUs for this process: other runs must not share them."""
         self.total = self.total or len(session.items)
+        seat = self.config.stash[SEAT]
+        cases = [i.case for i in session.items if isinstance(i, CaseItem) and i.case]
+        if not cases or not self.choice.gpus or self.config.option.collectonly:
+            return
+        self.leases.per_worker = max(c.gpus for c in cases)
+        try:
+            seat.uuids = [g.uuid for g in self.leases.take().gpus]
+        except devices.DeviceError as error:
+            pytest.exit(f"no GPU for this run: {error}", returncode=3)
+        seat.see()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -500,7 +518,7 @@ class Run:
         if verdict is None or report.when not in ("call", "???"):
             return
         told = getattr(getattr(report, "node", None), "workerinput", {}).get(PROPERTY, {})
-        uuids = told.get("uuids", [g.uuid for g in self.choice.gpus][:1])
+        uuids = told.get("uuids", self.config.stash[SEAT].uuids)
         self.add(verdict, getattr(report, "duration", 0.0), uuids)
 
     def add(self, verdict: Verdict, seconds: float, uuids: list[str]) -> None:

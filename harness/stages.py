@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import os
 import shutil
 import signal
 import subprocess
@@ -237,7 +236,7 @@ class Gate:
             return min(int(self.workers), cases)
         if self.choice.gpus:
             return min(devices.Leases(self.choice.gpus, gpus).workers(), cases)
-        return min(len(os.sched_getaffinity(0)), cases)
+        return min(devices.cores(), cases)
 
     def wait(self, command: Sequence[str]) -> int:
         """Run pytest and pass on an interrupt, so that it can write what it has."""

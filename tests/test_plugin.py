@@ -55,7 +55,8 @@ def test_a_wrong_kernel_is_told_in_plain_words(project, workers):
     arguments = ("-n", workers, "--kernel", "mine.twice:wrong", "--kdtr-report", "out")
     done = project.pytest(*arguments)
     assert done.returncode == 1
-    assert "WRONG, 1 of 5 wrong, first at (4,): got 0, want" in done.stdout
+    assert "y: WRONG, 1 of 5 wrong" in done.stdout
+    assert "first at (4,): got 0, want" in done.stdout
     assert "kdtr gate --spec twice --kernel mine.twice:wrong" in done.stdout
     assert "Traceback" not in done.stdout
     assert project.statuses("out") == {"odd": "PASSED", "one": "WRONG"}
@@ -118,6 +119,11 @@ def test_a_poisoned_context_costs_the_worker_and_no_neighbour(project):
     assert project.statuses("out") == {"odd": "PASSED", "one": "CRASHED"}
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
+
+    alone = project.pytest("--kdtr-report", "out")
+    assert alone.returncode == 2
+    assert project.statuses("out") == {"one": "CRASHED"}  # and nothing is said of the other
+    assert "cost the process its GPU; use -n 1" in alone.stdout
 
 
 def test_the_device_is_chosen_before_anything_imports_numba(project):
@@ -201,6 +207,12 @@ def test_a_run_without_a_working_gpu_fails(project):
     done = project.pytest("-n", "1")
     assert done.returncode == 3
     assert "GPU-a is quarantined" in done.stdout
+
+
+def test_a_run_without_workers_leases_too(project):
+    project.environ["KDTR_FAKE_GPUS"] = "GPU-a:bad,GPU-b,GPU-c"
+    assert project.pytest("--kernel", "mine.twice:tells").returncode == 0
+    assert {gpu for _, gpu, _ in told(project)} == {"GPU-b"}
 
 
 def test_cases_for_two_gpus_get_two(project):
