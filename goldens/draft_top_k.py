@@ -120,7 +120,10 @@ def logarithm(total: int) -> np.float32:
     return np.float32(fma(e, LN2_HIGH, fma(e, LN2_LOW, fma(s + s, q, s + s))))
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+Floats = np.ndarray | np.floating
+
+
+def fma(a: Floats, b: Floats, c: Floats) -> np.ndarray:
     """a b + c in float32, rounded once: the float64 sum is rounded to odd on the way."""
     product, addend = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
     total = product + addend

@@ -63,9 +63,9 @@ def reference(
         total = total + part  # fp32, in ascending order, as the kernel adds them
     row = Rounding(q_weight.dtype).act(total.astype(np.float64))  # [rows, width]
     q_rank, rank = len(q_weight), len(kv_weight)
-    eps = np.float32(eps)
-    q = model.rms_norm(row[:, :q_rank], q_weight.astype(np.float64), eps)
-    c = model.rms_norm(row[:, q_rank : q_rank + rank], kv_weight.astype(np.float64), eps)
+    small = np.float32(eps)
+    q = model.rms_norm(row[:, :q_rank], q_weight.astype(np.float64), small)
+    c = model.rms_norm(row[:, q_rank : q_rank + rank], kv_weight.astype(np.float64), small)
     placed = (position >= 0) & (position < len(cos))
     mapped = (slot >= 0) & (slot < len(cache))
     at = np.where(placed, position, 0)

@@ -29,13 +29,14 @@ def inputs(
 ) -> dict[str, np.ndarray]:
     """One request with `rows` nodes after `prefix` keys. Twin 2i of a permutation is a row's, twin
     2i + 1 is a NaN query over one key."""
-    sizes = {"heads": heads, "width": width, "words": words, "page_size": page_size}
     made = tree_verify_mla.inputs(
-        rng, rows=rows, requests=1, slots=slots, max_pages=max_pages, dtype=dtype,
-        prefixes=str(prefix), nodes=str(rows), tree=tree, values=values, **sizes,
+        rng, rows=rows, requests=1, heads=heads, width=width, slots=slots, max_pages=max_pages,
+        words=words, page_size=page_size, dtype=dtype, prefixes=str(prefix), nodes=str(rows),
+        tree=tree, values=values,
     )  # fmt: skip
-    names = ("page_table", "row_start", "prefix_len", "ancestors")
-    seen = tree_verify_mla.keys_of_rows(*(made[n] for n in names), page_size)
+    seen = tree_verify_mla.keys_of_rows(
+        made["page_table"], made["row_start"], made["prefix_len"], made["ancestors"], page_size
+    )
     q, cache = made["q"], made["cache"]
     used = np.unique(np.concatenate(seen)) // page_size
     free = np.setdiff1d(np.arange(slots // page_size), used)
