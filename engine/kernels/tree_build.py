@@ -1,0 +1,263 @@
+"""Best-first draft tree: the nodes are the most probable prefixes of the draft's factorised model.
+
+Position l of a request offers k tokens, best first; a node at depth d is d ranks (r_1 .. r_d) and
+  score(node) = fp32(score(parent) + log_prob[d - 1, r_d]),   score(root) = 0.
+Nodes join in the order (higher score, then lexicographically smaller rank tuple, a prefix before
+its extensions) until the budget is spent, nothing is left, or the next node n has a score below
+floors[n]: a cost curve says what the n-th node must bring, in nats; -inf never stops. Since scores
+do not rise along a path or among siblings, this order is that of a heap that holds for each node
+its next child, and parents come before children. A token of log-probability -inf is never a node.
+
+One block a request. Warp 0 is the heap: lane l keeps the best of the next children of nodes l,
+l + 32, .., a reduction finds the best lane, and equal scores are told apart by comparing rank
+tuples position by position. A new node changes two lanes. Then all warps write the outputs.
+
+Rows past counts[r] are padding: token and parent -1, depth 0, ancestors themselves alone.
+status[r]: 0; 1 = log-probabilities that rise, exceed 0 or are NaN, or a token below 0 that is not
+marked -inf; 2 = a budget outside -1..nodes - 1. Such a request gets its root alone. Budget -1 is a
+padding row of the batch: count 0.
+"""
+
+import math
+
+from engine.device import cdiv, check, cuda, f32, function, i32, kernel, ptr, u16, u32, u64
+from engine.ptx import (
+    advance,
+    bits_to_f32,
+    f32_to_bits,
+    popc,
+    warp_max_u32,
+    warp_min_u32,
+)
+from engine.warp import FULL
+
+MAX_NODES = 1025  # root and a budget of 1024
+MAX_LENGTH = 16  # draft positions; a rank tuple is a row of that many
+MAX_K = 1024
+THREADS = 256
+BAD_LOG_PROBS, BAD_BUDGET = 1, 2
+SIGN = 0x80000000
+NO_RANK = 0xFFFF
+
+
+@function
+def _key(score):
+    """u32 that orders as the scores (f32, at most 0) do; 0 for -inf, which is no candidate."""
+    if score > f32(-math.inf):
+        if score == f32(0):
+            return u32(SIGN)
+        return u32(f32_to_bits(score) ^ u32(FULL))
+    return u32(0)
+
+
+@function
+def _score(key):
+    return f32(0) if key == u32(SIGN) else bits_to_f32(u32(key ^ u32(FULL)))
+
+
+@function
+def _before(paths, a, b):
+    """Is the rank tuple at row a lexicographically before that at row b? They differ."""
+    i, j = u32(a * u32(MAX_LENGTH)), u32(b * u32(MAX_LENGTH))
+    while paths[i] == paths[j]:
+        i = u32(i + u32(1))
+        j = u32(j + u32(1))
+    return paths[i] < paths[j]
+
+
+@kernel(threads=THREADS, registers=64)
+def _tree_build(
+    log_probs: ptr[f32],  # [requests, length, k]
+    tokens: ptr[i32],  # [requests, length, k]
+    root_tokens: ptr[i32],  # [requests]
+    budgets: ptr[i32],  # [requests]
+    floors: ptr[f32],  # [nodes]
+    length: u32,
+    k: u32,
+    nodes: u32,
+    words: u32,
+    tree_tokens: ptr[i32],  # [requests, nodes], out
+    parents: ptr[i32],  # [requests, nodes], out
+    depths: ptr[i32],  # [requests, nodes], out
+    ancestors: ptr[u32],  # [requests, nodes, words], out
+    counts: ptr[i32],  # [requests], out
+    status: ptr[i32],  # [requests], out
+):
+    keys = cuda.shared.array(MAX_NODES, u32)  # of each node's next child; 0: it has none
+    scores = cuda.shared.array(MAX_NODES, f32)
+    parent_of = cuda.shared.array(MAX_NODES, u16)
+    depth_of = cuda.shared.array(MAX_NODES, u16)
+    # Ranks + 1 of each node's next child, 0 past its end; the node's own come before the last.
+    paths = cuda.shared.array(MAX_NODES * MAX_LENGTH, u16)
+    size = cuda.shared.array(1, u32)
+    request = u32(cuda.blockIdx.x)
+    thread = u32(cuda.threadIdx.x)
+    lane = u32(thread & u32(31))
+    offers = u32(length * k)
+    log_prob = advance(log_probs, u64(u64(request) * u64(offers)))
+    token = advance(tokens, u64(u64(request) * u64(offers)))
+    budget = i32(budgets[request])
+
+    bad = i32(0)
+    i = thread
+    while i < offers:
+        value = log_prob[i]
+        if not value <= f32(0) or (token[i] < i32(0) and value > f32(-math.inf)):
+            bad = i32(1)
+        if u32(i % k) != u32(0) and value > log_prob[u32(i - u32(1))]:
+            bad = i32(1)
+        i = u32(i + u32(THREADS))
+    bad = i32(cuda.syncthreads_or(bad))
+    code = i32(BAD_LOG_PROBS) if bad != i32(0) else i32(0)
+    if budget < i32(-1) or budget >= i32(nodes):
+        code = i32(BAD_BUDGET)
+    most = u32(0)
+    if code == i32(0) and budget > i32(0):
+        most = u32(budget)
+
+    if thread < u32(32):
+        n = u32(1)
+        best, best_slot = u32(0), lane
+        first = _key(log_prob[u32(0)])
+        if lane < u32(MAX_LENGTH):
+            paths[lane] = u16(1) if lane == u32(0) else u16(0)
+        if lane == u32(0):
+            keys[0] = best = first
+            scores[0] = f32(0)
+            depth_of[0] = u16(0)
+        cuda.syncwarp()
+        while n <= most:
+            top = warp_max_u32(best)
+            if top == u32(0):
+                break
+            racing = best == top
+            tied = u32(cuda.ballot_sync(FULL, racing))
+            position = u32(0)
+            while u32(tied & u32(tied - u32(1))) != u32(0):
+                rank = u32(NO_RANK)
+                if racing:
+                    rank = u32(paths[u32(u32(best_slot * u32(MAX_LENGTH)) + position)])
+                least = warp_min_u32(rank)  # by all lanes
+                racing = racing and rank == least
+                tied = u32(cuda.ballot_sync(FULL, racing))
+                position = u32(position + u32(1))
+            winner = popc(u32(u32(tied ^ u32(tied - u32(1))) >> u32(1)))  # lowest bit
+            slot = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(winner)))
+            score = _score(top)
+            if not score >= floors[n]:
+                break
+            depth = u32(depth_of[slot] + u16(1))
+            here = u32(u32(slot * u32(MAX_LENGTH)) + u32(depth - u32(1)))
+            rank = u32(paths[here])  # of the next sibling
+            row = u32(u32(depth - u32(1)) * k)
+            sibling, child = u32(0), u32(0)
+            if rank < k:
+                sibling = _key(f32(scores[slot] + log_prob[u32(row + rank)]))
+            if depth < length:
+                child = _key(f32(score + log_prob[u32(row + k)]))
+            step = u16(0)
+            if lane < u32(MAX_LENGTH):
+                step = paths[u32(u32(slot * u32(MAX_LENGTH)) + lane)]
+            cuda.syncwarp()
+            if lane < u32(MAX_LENGTH):
+                to = u32(u32(n * u32(MAX_LENGTH)) + lane)
+                paths[to] = u16(1) if lane == depth else step
+            if lane == u32(0):
+                paths[here] = u16(rank + u32(1))
+                keys[slot] = sibling
+                keys[n] = child
+                scores[n] = score
+                depth_of[n] = u16(depth)
+                parent_of[n] = u16(slot)
+            cuda.syncwarp()
+            if lane == u32(slot & u32(31)):
+                best, best_slot = u32(0), lane
+                i = lane
+                while i <= n:
+                    key = u32(keys[i])
+                    if key > best or (
+                        key == best and key != u32(0) and _before(paths, i, best_slot)
+                    ):
+                        best, best_slot = key, i
+                    i = u32(i + u32(32))
+            elif lane == u32(n & u32(31)):
+                if child > best or (
+                    child == best and child != u32(0) and _before(paths, n, best_slot)
+                ):
+                    best, best_slot = child, n
+            n = u32(n + u32(1))
+        if lane == u32(0):
+            size[0] = u32(0) if budget == i32(-1) and code == i32(0) else n
+    cuda.syncthreads()
+
+    count = u32(size[0])
+    if thread == u32(0):
+        counts[request] = i32(count)
+        status[request] = code
+    base = u32(request * nodes)
+    i = thread
+    while i < nodes:
+        out = u32(base + i)
+        mine, parent, depth = i32(-1), i32(-1), u32(0)
+        if i < count:
+            mine = root_tokens[request]
+            if i > u32(0):
+                depth = u32(depth_of[i])
+                parent = i32(parent_of[i])
+                last = u32(depth - u32(1))
+                rank = u32(u32(paths[u32(u32(i * u32(MAX_LENGTH)) + last)]) - u32(1))
+                mine = token[u32(u32(last * k) + rank)]
+        tree_tokens[out] = mine
+        parents[out] = parent
+        depths[out] = i32(depth)
+        row = advance(ancestors, u64(u64(out) * u64(words)))
+        node = i32(i)
+        w = words
+        while w > u32(0):
+            w = u32(w - u32(1))
+            bits = u32(0)
+            while node >= i32(w * u32(32)):
+                bits = u32(bits | u32(u32(1) << u32(u32(node) & u32(31))))
+                node = i32(parent_of[u32(node)]) if node > i32(0) and i < count else i32(-1)
+            row[w] = bits
+        i = u32(i + u32(THREADS))
+
+
+def tree_build(
+    log_probs, tokens, root_tokens, budgets, floors, *, tree_tokens, parents, depths, ancestors,
+    counts, status, stream=None,
+) -> None:  # fmt: skip
+    """log_probs fp32 and tokens int32 [requests, length, k], descending along k; root_tokens and
+    budgets int32 [requests]; floors fp32 [nodes]; tree_tokens, parents and depths int32
+    [requests, nodes], node 0 the root; ancestors uint32 [requests, nodes, words], bit j of a row
+    set where node j is the node or above it, words = nodes / 32 rounded up; counts (root included)
+    and status int32 [requests]. nodes > 1025, length > 16 or k > 1024 is NotImplementedError."""
+    dims = check(
+        "tree_build",
+        log_probs=(log_probs, "requests length k", "float32"),
+        tokens=(tokens, "requests length k", "int32"),
+        root_tokens=(root_tokens, "requests", "int32"),
+        budgets=(budgets, "requests", "int32"),
+        floors=(floors, "nodes", "float32"),
+        tree_tokens=(tree_tokens, "requests nodes", "int32"),
+        parents=(parents, "requests nodes", "int32"),
+        depths=(depths, "requests nodes", "int32"),
+        ancestors=(ancestors, "requests nodes words", "uint32"),
+        counts=(counts, "requests", "int32"),
+        status=(status, "requests", "int32"),
+    )
+    for name, most in (("nodes", MAX_NODES), ("length", MAX_LENGTH), ("k", MAX_K)):
+        if dims[name] < 1:
+            raise ValueError(f"tree_build: {name} is {dims[name]}, expected 1 or more")
+        if dims[name] > most:
+            raise NotImplementedError(f"tree_build: {name} is {dims[name]}, more than {most}")
+    if dims["words"] != cdiv(dims["nodes"], 32):
+        raise ValueError(
+            f"tree_build: ancestors has {dims['words']} words a row, "
+            f"expected {cdiv(dims['nodes'], 32)} for {dims['nodes']} nodes"
+        )
+    _tree_build.launch(
+        dims["requests"], log_probs, tokens, root_tokens, budgets, floors, dims["length"],
+        dims["k"], dims["nodes"], dims["words"], tree_tokens, parents, depths, ancestors, counts,
+        status, stream=stream,
+    )  # fmt: skip
