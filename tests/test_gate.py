@@ -277,7 +277,15 @@ def test_reports_that_are_none_are_named(tmp_path):
 
 def test_a_verdict_survives_the_way_through_json(importable):
     result = report.Result(
-        "y", report.Status.NONFINITE, 1, 9, "exact", (2, 1), float("nan"), 1.0, None, float("inf")
+        output="y",
+        status=report.Status.NONFINITE,
+        wrong=1,
+        total=9,
+        match="exact",
+        first=(2, 1),
+        got=float("nan"),
+        want=1.0,
+        headroom=float("inf"),
     )
     each = one_spec(importable)
     bad = verdict(each, each.cases["one"], report.Status.NONFINITE, outputs=(result,), notes=("n",))
