@@ -130,8 +130,7 @@ _QUANTISED = {  # suffix of a bundle's name -> matrices that are INT4
 def config(name: str) -> dict[str, Any]:
     """A fresh config by bundle or shape name ("k26" too), with the public config.json's keys."""
     if name == "k26_sample":
-        text = json.loads((PINNED / "config.json").read_text(encoding="utf-8"))["text_config"]
-        return {**text, "lora_rms_norm_eps": LORA_EPS}
+        return public_config(PINNED)
     shape, _ = _split(name)
     made = {**_COMMON, **_SHAPES[shape]}
     return {
@@ -248,7 +247,7 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     Made once a process; the arrays are read-only.
     """
     if name == "k26_sample":
-        return _pinned_sample()
+        return public_tensors(PINNED)
     shape_name, rule = _split(name)
     if name not in NAMES:
         raise KeyError(f"{name!r} is a shape without weights; bundles are {', '.join(NAMES)}")
@@ -268,10 +267,13 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     return made
 
 
-def _pinned_sample() -> dict[str, np.ndarray]:
-    """The public format under this project's names; packed words and scales are the file's."""
+def public_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """A small checkpoint in public format (one model.safetensors) under this project's names.
+
+    Packed words and scales are the file's own; `engine.checkpoint` imports big and strange ones.
+    """
     made = {}
-    with safe_open(PINNED / "model.safetensors", "np") as file:
+    with safe_open(folder / "model.safetensors", "np") as file:
         for key in file.keys():
             name = key.removeprefix("language_model.")
             if not name.endswith("weight_shape"):
@@ -279,6 +281,12 @@ def _pinned_sample() -> dict[str, np.ndarray]:
                 made[name] = file.get_tensor(key)
                 made[name].flags.writeable = False
     return made
+
+
+def public_config(folder: Path) -> dict[str, Any]:
+    """text_config of its config.json, with the epsilon that is not in there."""
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))["text_config"]
+    return {**text, "lora_rms_norm_eps": LORA_EPS}
 
 
 @cache
