@@ -11,20 +11,26 @@ from goldens.numerics import Stream, unit_roundoff
 from goldens.rounding import EXACT, Rounding, companions
 
 
-def inputs(
-    rng: Stream, *, prefix_tokens: int, nodes: int, pattern: str, config: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-    """pattern: "random" parents, "star" (all but the root are siblings), "chain"."""
+def random_tree(rng: Stream, nodes: int, pattern: str) -> np.ndarray:
+    """int32 parents; pattern: "random", "star" (all but the root are siblings), "chain"."""
     parents = chain(nodes)
     if pattern == "star":
         parents = np.minimum(parents, 0)
     elif pattern == "random":
         parents = np.array([-1, *(int(rng.integers(0, i)) for i in range(1, nodes))])
+    return parents.astype(np.int32)
+
+
+def inputs(
+    rng: Stream, *, prefix_tokens: int, nodes: int, pattern: str, config: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """pattern: see `random_tree`."""
+    parents = random_tree(rng, nodes, pattern)
     vocab = config["vocab_size"]
     return {
         "prefix": rng.integers(0, vocab, prefix_tokens).astype(np.int32),
         "tokens": rng.integers(0, vocab, nodes).astype(np.int32),
-        "parents": parents.astype(np.int32),
+        "parents": parents,
     }
 
 

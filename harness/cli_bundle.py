@@ -2,7 +2,7 @@
 
 The engine and the oracles are reached by name when a command runs, so that this module loads
 neither: `engine.bundle`, `engine.checkpoint`, `goldens.bundles`, `goldens.forward`,
-`goldens.quantise`, and `engine.model:forward_tree` for a forward pass on a device.
+`goldens.quantise`, and `engine.passes:forward_tree` for a forward pass on a device.
 """
 
 from __future__ import annotations
@@ -530,19 +530,19 @@ def reference_run(exact: bool) -> Run:
 
 
 def engine_run(device: Device) -> Run:
-    """`engine.model:forward_tree(weights, config, prompt, tree)` in the simulator or on a GPU.
+    """`engine.passes:forward_tree(weights, config, prompt, tree)` in the simulator or on a GPU.
 
     tree is None or (tokens, parents); it returns numpy arrays named as --save names them.
     """
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1" if device is Device.sim else "0"
     try:
-        return importlib.import_module("engine.model").forward_tree
+        return importlib.import_module("engine.passes").forward_tree
     except (ModuleNotFoundError, AttributeError) as error:
         missing = getattr(error, "name", None)
-        if missing not in ("engine.model", "forward_tree"):
+        if missing not in ("engine.passes", "forward_tree"):
             fail(f"--device {device.value}: {error}")
         fail(
-            f"--device {device.value}: this version of the engine has no engine.model:forward_tree"
+            f"--device {device.value}: this version of the engine has no engine.passes:forward_tree"
             " (its kernels are judged one by one); --device reference runs the model in numpy"
         )
 

@@ -258,30 +258,30 @@ def test_forward_calls_that_make_no_sense(made, options, message):
 
 
 @pytest.fixture
-def engine_model(monkeypatch):
-    """Stands in for engine.model; what the environment says of the simulator is put back."""
+def engine_passes(monkeypatch):
+    """Stands in for engine.passes; what the environment says of the simulator is put back."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "0")
-    module = types.ModuleType("engine.model")
-    monkeypatch.setitem(sys.modules, "engine.model", module)
+    module = types.ModuleType("engine.passes")
+    monkeypatch.setitem(sys.modules, "engine.passes", module)
     return module
 
 
-def test_forward_hands_the_engine_the_bundle(made, engine_model):
+def test_forward_hands_the_engine_the_bundle(made, engine_passes):
     calls = []
 
     def forward_tree(weights, config, prompt, tree):
         calls.append((weights["model.norm.weight"].shape, config["hidden_size"], prompt, tree))
         return {"prompt/logits": np.eye(3, 512), "tree/logits": np.eye(4, 512)}
 
-    engine_model.forward_tree = forward_tree
+    engine_passes.forward_tree = forward_tree
     kdtr("forward", made["tiny-int4"], "--tokens", "3,4,5", *TREE, "--device", "sim")
     assert calls == [((256,), 256, [3, 4, 5], ([7, 8, 9, 10], [-1, 0, 0, 2]))]
     assert os.environ["NUMBA_ENABLE_CUDASIM"] == "1"
 
 
-def test_forward_on_a_device_without_an_engine(made, engine_model):
+def test_forward_on_a_device_without_an_engine(made, engine_passes):
     error = kdtr("forward", made["tiny-int4"], "--tokens", "3", "--device", "cuda", code=1)
-    assert "--device cuda: this version of the engine has no engine.model:forward_tree" in error
+    assert "--device cuda: this version of the engine has no engine.passes:forward_tree" in error
 
 
 # -- quant -----------------------------------------------------------------------------------------

@@ -1,0 +1,331 @@
+"""The layers as launches in order. No maths, and no allocation: every array is a view of `Buffers`.
+
+A function returns the launches of its block, in the order of the model's formulas:
+
+  mla   qkv -> (query latent, cache row) -> q -> (absorbed, rotated) -> attention -> o -> delta
+  mlp   gate and up -> swiglu -> delta
+  moe   gate -> router -> routed experts -> delta[0]; shared expert -> delta[1:]
+
+The residual stream x takes delta's parts in `add_rms_norm`, together with the norm that follows.
+`Launch.shows` names arrays that are complete once a launch is done; a forward pass can record them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from engine.device import empty
+from engine.kernels import gemm_bf16, gemm_f32, moe_f32, moe_w4a16
+from engine.kernels.add_rms_norm import add_rms_norm
+from engine.kernels.latent_append import latent_append
+from engine.kernels.rope import rope
+from engine.kernels.router import router
+from engine.kernels.swiglu import swiglu
+from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla
+from engine.kernels.w4a16_gemm import w4a16_gemm
+
+Config = Mapping[str, Any]  # the public config.json's text_config, and lora_rms_norm_eps
+
+
+@dataclass(frozen=True)
+class Launch:
+    name: str
+    call: Callable[..., None]  # takes `stream`
+    shows: dict[str, Any] = field(default_factory=dict)
+
+
+class Buffers:
+    """Named device memory, allocated at the largest shape that is asked for before `freeze`."""
+
+    def __init__(self, act: str):
+        self.act = act  # dtype of activations
+        self._flat: dict[str, Any] = {}
+        self._frozen = False
+
+    def view(self, name: str, *shape: int, dtype: str = "float32") -> Any:
+        """The first elements of buffer `name`, in `shape`. MemoryError if it has too few and
+        start-up is over."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size:
+            if self._frozen:
+                raise MemoryError(f"buffer {name}: {list(shape)} asked for after start-up")
+            flat = self._flat[name] = empty((size,), dtype)
+        return flat[:size].reshape(shape)
+
+    def activations(self, name: str, *shape: int) -> Any:
+        return self.view(name, *shape, dtype=self.act)
+
+    def freeze(self) -> None:
+        """From here on nothing is allocated."""
+        self._frozen = True
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights [n, k] of a projection: `w` bf16 or fp32, or INT4 as `qw` and `sc`."""
+
+    n: int
+    k: int
+    w: Any = None
+    qw: Any = None  # int32 [n, k/8]
+    sc: Any = None  # bf16 [n, k/32]
+
+    @property
+    def parts(self) -> int:
+        """Sums over ranges of K that `project` leaves to the reader."""
+        if self.w is None:
+            return 1
+        gemm = gemm_f32 if self.w.dtype == "float32" else gemm_bf16
+        return gemm.parts(self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weights of one MLA block, as the launches take them."""
+
+    qkv: Matrix  # q_a_proj over kv_a_proj_with_mqa
+    q_norm: Any  # [q_rank]
+    kv_norm: Any  # [rank]
+    q: Any  # q_b_proj [heads (nope + rope), q_rank]
+    absorb: Any  # kv_b_proj's keys, transposed [heads, rank, nope]
+    values: Any  # kv_b_proj's values [heads, v, rank]
+    o: Matrix  # [hidden, heads v]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate_up: Matrix  # gate_proj over up_proj [2 inner, hidden]
+    down: Matrix  # [hidden, inner]
+
+
+@dataclass(frozen=True)
+class Moe:
+    gate: Matrix  # [experts, hidden]
+    bias: Any  # fp32 [experts]
+    routed: dict[str, Any]  # moe_w4a16's or moe_f32's weights by parameter name
+    shared: Mlp | None
+    inner: int  # moe_intermediate_size
+    top_k: int
+    scale: float  # routed_scaling_factor
+
+    @property
+    def int4(self) -> bool:
+        return "down_qw" in self.routed
+
+    def scratch_shapes(self, rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of what the routed experts' kernel needs besides its output."""
+        return (moe_w4a16 if self.int4 else moe_f32).scratch_shapes(
+            rows=rows,
+            top_k=self.top_k,
+            experts=self.gate.n,
+            hidden=self.gate.k,
+            inner=self.inner,
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Any
+    attention: Attention
+    post_norm: Any
+    mlp: Mlp | None  # a dense layer's
+    moe: Moe | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows of one forward pass, on the device; rows of all requests are packed."""
+
+    rows: int
+    requests: int
+    row_start: Any  # int32 [requests + 1]
+    prefix_len: Any  # int32 [requests]
+    depth: Any  # int32 [rows]
+    ancestors: Any  # uint32 [rows, words]
+    page_table: Any  # int32 [requests, max_pages]
+    page_size: int
+    position: Any  # int32 [rows]
+    slot: Any  # int64 [rows]
+    cos: Any  # fp32 [positions, rope / 2]
+    sin: Any
+    status: Callable[[str], Any]  # int32 [rows] for a launch's name
+
+
+def _call(function: Callable[..., None], *args: Any, **keywords: Any) -> Callable[..., None]:
+    return partial(function, *args, **keywords)
+
+
+def gemm(name: str, x: Any, w: Any, y: Any, **shows: Any) -> Launch:
+    """y = x w^T for weights that are not quantised, stored in y's dtype."""
+    function = gemm_f32.gemm_f32 if w.dtype == "float32" else gemm_bf16.gemm_bf16
+    return Launch(name, _call(function, x, w, y=y), shows)
+
+
+def project(name: str, x: Any, matrix: Matrix, y: Any, **shows: Any) -> Launch:
+    """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
+    if matrix.w is None:
+        call = _call(w4a16_gemm, x, matrix.qw, matrix.sc, y=y.reshape(y.shape[1:]))
+    elif matrix.w.dtype == "float32":
+        call = _call(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)
+    else:
+        call = _call(gemm_bf16.gemm_bf16_parts, x, matrix.w, parts=matrix.parts, y=y)
+    return Launch(name, call, shows)
+
+
+def attend(
+    name: str, query: Any, cache: Any, mixed: Any, window: Window, config: Config, b: Buffers
+) -> Launch:
+    """query [rows, heads, rank + rope] over the prefix and the ancestors -> mixed [.., rank]."""
+    rows, heads, rank = mixed.shape
+    call = _call(
+        tree_verify_mla, query, cache, window.page_table, window.row_start, window.prefix_len,
+        window.ancestors, scale=softmax_scale(config), page_size=window.page_size, o=mixed,
+        partial=b.view("attention_partial", rows, MAX_SPLITS, heads, rank),
+        stats=b.view("attention_stats", rows, MAX_SPLITS, heads, 2),
+    )  # fmt: skip
+    return Launch(name, call)
+
+
+def routed_experts(
+    name: str, h: Any, experts: Any, shares: Any, weights: Moe, y: Any, b: Buffers
+) -> list[Launch]:
+    """y [rows, hidden] = the weighted sum of each row's experts, in ascending id."""
+    rows = h.shape[0]
+    scratch = {
+        key: b.view(f"experts_{key}", *shape, dtype=dtype)
+        for key, (shape, dtype) in weights.scratch_shapes(rows).items()
+    }
+    function = moe_w4a16.moe_w4a16 if weights.int4 else moe_f32.moe_f32
+    return [Launch(name, _call(function, h, experts, shares, **weights.routed, **scratch, y=y))]
+
+
+def reserve_experts(weights: Moe, rows: int, b: Buffers) -> None:
+    """Allocate the scratch of `routed_experts` for any number of rows up to `rows`: some of it is
+    largest for fewer."""
+    for count in range(1, rows + 1):
+        for key, (shape, dtype) in weights.scratch_shapes(count).items():
+            b.view(f"experts_{key}", *shape, dtype=dtype)
+
+
+def mla(
+    name: str, h: Any, weights: Attention, cache: Any, window: Window, config: Config, b: Buffers
+) -> tuple[list[Launch], Any]:
+    """Launches from h [rows, hidden] to delta [parts, rows, hidden]; cache [slots, rank + rope]."""
+    rows, heads = window.rows, config["num_attention_heads"]
+    nope, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    rank, v, q_rank = config["kv_lora_rank"], config["v_head_dim"], config["q_lora_rank"]
+    qkv = b.view("qkv", weights.qkv.parts, rows, weights.qkv.n)
+    q_a = b.activations("q_a", rows, q_rank)
+    q = b.activations("q", rows, heads, nope + turned)
+    query = b.activations("query", rows, heads, rank + turned)
+    mixed = b.activations("mixed", rows, heads, rank)
+    o = b.activations("o", rows, heads, v)
+    delta = b.view("delta", weights.o.parts, rows, weights.o.n)
+    launches = [
+        project(f"{name}.qkv", h, weights.qkv, qkv),
+        Launch(
+            f"{name}.latent_append",
+            _call(
+                latent_append, qkv, weights.q_norm, weights.kv_norm, window.cos, window.sin,
+                window.position, window.slot, eps=config["lora_rms_norm_eps"], q=q_a, cache=cache,
+                status=window.status(f"{name}.latent_append"),
+            ),
+        ),
+        gemm(f"{name}.q", q_a, weights.q, q.reshape(rows, heads * (nope + turned))),
+        gemm(f"{name}.absorb", q, weights.absorb, query),
+        Launch(
+            f"{name}.rope",
+            _call(
+                rope, q, window.cos, window.sin, window.position, query=query,
+                status=window.status(f"{name}.rope"),
+            ),
+        ),
+        attend(f"{name}.attention", query, cache, mixed, window, config, b),
+        gemm(f"{name}.values", mixed, weights.values, o),
+        project(f"{name}.o", o.reshape(rows, heads * v), weights.o, delta, attention=delta),
+    ]  # fmt: skip
+    return launches, delta
+
+
+def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers) -> list[Launch]:
+    """Launches from h [rows, hidden] to delta [down.parts, rows, hidden]."""
+    rows, inner = h.shape[0], weights.down.k
+    gate_up = b.view("gate_up", weights.gate_up.parts, rows, weights.gate_up.n)
+    activated = b.activations("activated", rows, inner)
+    return [
+        project(f"{name}.gate_up", h, weights.gate_up, gate_up),
+        Launch(f"{name}.swiglu", _call(swiglu, gate_up, y=activated)),
+        project(f"{name}.down", activated, weights.down, delta),
+    ]
+
+
+def moe(name: str, h: Any, weights: Moe, window: Window, b: Buffers) -> tuple[list[Launch], Any]:
+    """Launches from h [rows, hidden] to delta [parts, rows, hidden]: routed experts, then the
+    shared expert's parts."""
+    rows, hidden = h.shape
+    shared_parts = weights.shared.down.parts if weights.shared else 0
+    logits = b.view("router_logits", weights.gate.parts, rows, weights.gate.n)
+    experts = b.view("experts", rows, weights.top_k, dtype="int32")
+    shares = b.view("expert_weights", rows, weights.top_k)
+    delta = b.view("delta", 1 + shared_parts, rows, hidden)
+    launches = [
+        project(f"{name}.gate", h, weights.gate, logits),
+        Launch(
+            f"{name}.router",
+            _call(
+                router, logits, weights.bias, top_k=weights.top_k, scale=weights.scale,
+                experts=experts, expert_weights=shares, status=window.status(f"{name}.router"),
+            ),
+            {"router_index": experts, "router_weight": shares},
+        ),
+        *routed_experts(f"{name}.experts", h, experts, shares, weights, delta[0], b),
+    ]  # fmt: skip
+    if weights.shared:
+        launches += mlp(f"{name}.shared", h, weights.shared, delta[1:], b)
+    return launches, delta
+
+
+def decoder_layer(
+    name: str,
+    x: Any,
+    h: Any,
+    weights: Layer,
+    next_norm: Any,
+    cache: Any,
+    window: Window,
+    config: Config,
+    b: Buffers,
+) -> list[Launch]:
+    """From h = norm of x by this layer's input norm to x after the layer and h by `next_norm`."""
+
+    def add(what: str, delta: Any, norm: Any, **shows: Any) -> Launch:
+        call = _call(add_rms_norm, delta, norm, eps=config["rms_norm_eps"], x=x, y=h)
+        return Launch(f"{name}.{what}", call, shows)
+
+    launches, delta = mla(f"{name}.mla", h, weights.attention, cache, window, config, b)
+    launches.append(add("add_attention", delta, weights.post_norm))
+    if weights.moe:
+        block, delta = moe(f"{name}.moe", h, weights.moe, window, b)
+    else:
+        delta = b.view("delta", weights.mlp.down.parts, window.rows, weights.mlp.down.n)
+        block = mlp(f"{name}.mlp", h, weights.mlp, delta, b)
+    block[-1].shows["mlp"] = delta
+    return [*launches, *block, add("add_mlp", delta, next_norm, hidden=x)]
+
+
+def softmax_scale(config: Config) -> float:
+    """(nope + rope)^-1/2, times YaRN's mscale_all_dim factor squared."""
+    scale = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
+    scaling = config["rope_scaling"]
+    if not scaling:
+        return scale
+    return scale * mscale(scaling["factor"], scaling.get("mscale_all_dim", 0)) ** 2
+
+
+def mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,192 @@
+"""Whole passes as launchers: what the specs of stages layer and model call.
+
+Each builds a `Model` from the weights that it is given, runs it and copies what is asked for into
+its outputs. Unlike the launchers of kernels these allocate: they stand for a process that starts,
+answers once and ends. Cache pages are handed out in a scattered order on purpose.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.cache import LatentCache
+from engine.device import cdiv, copy_to_device, to_host
+from engine.layers import Config
+from engine.model import Model, Tree
+
+
+def _scatter(cache: LatentCache, tokens: Sequence[int]) -> None:
+    """Give request r pages for tokens[r] positions, in an order without pattern."""
+    order = np.argsort(np.arange(cache.pages) * 7919 % 104729).tolist()
+    for request, count in enumerate(tokens):
+        need = cdiv(count, cache.page_size)
+        cache.map_pages(request, order[:need])
+        order = order[need:]
+
+
+def _fill(model: Model, request: int, prefix: np.ndarray) -> None:
+    """Make prefix [layers, tokens, rank + rope] the prefix of a request whose pages are mapped."""
+    count = prefix.shape[1]
+    slots = model.cache.slots(request, count)
+    for layer in range(prefix.shape[0]):
+        rows = to_host(model.cache.layer(layer))
+        rows[slots] = prefix[layer]
+        copy_to_device(rows, model.cache.layer(layer))
+    model.prefix_len[request] = count
+
+
+def _prepared(
+    weights: Mapping[str, Any],
+    config: Config,
+    trees: Sequence[Tree],
+    prefixes: Sequence[np.ndarray],
+    page_size: int,
+    only: Sequence[int] | None = None,
+) -> Model:
+    """A model whose requests have these prefixes, ready for these windows."""
+    totals = [len(t.tokens) + p.shape[1] for t, p in zip(trees, prefixes, strict=True)]
+    model = Model(
+        weights,
+        config,
+        rows=sum(len(tree.tokens) for tree in trees),
+        requests=len(trees),
+        positions=max(totals),
+        page_size=page_size,
+        only=only,
+    )
+    _scatter(model.cache, totals)
+    for request, prefix in enumerate(prefixes):
+        _fill(model, request, prefix)
+    return model
+
+
+def window_logits(
+    tokens,
+    parents,
+    row_start,
+    key_start,
+    prefix,
+    *,
+    page_size: int,
+    weights: Mapping[str, Any],
+    config: Config,
+    logits,
+    token,
+    stream=None,
+) -> None:
+    """One pass over a window of each request.
+
+    tokens, parents [rows] int32: request r has rows row_start[r]..row_start[r + 1]; its prefix is
+    keys key_start[r]..key_start[r + 1] of prefix [layers, keys, rank + rope], in the activations'
+    dtype. logits [rows, vocab] fp32, token [rows] int32: the largest logit's id.
+    """
+    tokens, parents, row_start, key_start, prefix = (
+        to_host(array) for array in (tokens, parents, row_start, key_start, prefix)
+    )
+    requests = range(len(row_start) - 1)
+    rows = [slice(row_start[r], row_start[r + 1]) for r in requests]
+    keys = [slice(key_start[r], key_start[r + 1]) for r in requests]
+    trees = [Tree(tokens[part].tolist(), parents[part].tolist()) for part in rows]
+    model = _prepared(weights, config, trees, [prefix[:, k] for k in keys], page_size)
+    plan = model.forward(trees)
+    plan.check()
+    copy_to_device(to_host(plan.logits), logits)
+    copy_to_device(to_host(plan.token), token)
+
+
+def layer_output(
+    x,
+    parents,
+    prefix,
+    *,
+    layer: int,
+    page_size: int,
+    weights: Mapping[str, Any],
+    config: Config,
+    y,
+    latent,
+    attention,
+    mlp,
+    stream=None,
+) -> None:
+    """One decoder layer over a window of one request.
+
+    x [rows, hidden] fp32, the residual stream before the layer; parents [rows] int32; prefix
+    [keys, rank + rope]. y [rows, hidden] fp32: the stream after the layer; latent
+    [rows, rank + rope]: what the window adds to the cache; attention, mlp [rows, hidden] fp32: what
+    the two blocks add to the stream.
+    """
+    parents, prefix = to_host(parents), to_host(prefix)
+    tree = Tree([0] * len(parents), parents.tolist())
+    model = _prepared(weights, config, [tree], [prefix[None]], page_size, only=[layer])
+    plan = model.prepare([tree])
+    start = [launch.name for launch in plan.launches].index("slot_mapping")
+    copy_to_device(to_host(x), plan.x)
+    record: dict[str, list] = {}
+    plan.run(record=record, launches=slice(start, -2))  # the head and argmax are not the layer's
+    plan.check()
+    copy_to_device(to_host(plan.x), y)
+    slots = model.cache.slots(0, len(prefix) + len(parents))[len(prefix) :]
+    copy_to_device(to_host(model.cache.layer(0))[slots], latent)
+    for name, out in (("attention", attention), ("mlp", mlp)):
+        copy_to_device(_summed(record[name][0]), out)
+
+
+def greedy_tokens(
+    prompt, *, weights: Mapping[str, Any], config: Config, tokens, stream=None
+) -> None:
+    """prompt [length] int32, then tokens [steps] int32 one at a time, each the largest logit's id."""
+    text = to_host(prompt).tolist()
+    steps = tokens.shape[0]
+    model = Model(weights, config, rows=len(text), positions=len(text) + steps, page_size=4)
+    found: list[int] = []
+    window = text
+    for _ in range(steps):
+        plan = model.forward([Tree.chain(window)])
+        plan.check()
+        model.advance(0, len(window))
+        window = [int(to_host(plan.token)[-1])]
+        found += window
+    copy_to_device(np.array(found, np.int32), tokens)
+
+
+def forward_tree(
+    weights: Mapping[str, Any],
+    config: Config,
+    prompt: Sequence[int],
+    tree: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> dict[str, np.ndarray]:
+    """A prompt, and a tree (tokens, parents) behind it, through the engine; every value on the way.
+
+    Returns host arrays named "prompt/..." and "tree/...": logits [t, vocab], hidden
+    [layers + 1, t, hidden], attention and mlp [layers, t, hidden], latents
+    [layers, t, rank + rope], router_index and router_weight [MoE layers, t, k].
+    """
+    windows = {"prompt": Tree.chain(prompt)}
+    if tree is not None:
+        windows["tree"] = Tree(*tree)
+    longest = max(len(window.tokens) for window in windows.values())
+    total = sum(len(window.tokens) for window in windows.values())
+    model = Model(weights, config, rows=longest, positions=total)
+    result = {}
+    for name, window in windows.items():
+        record: dict[str, list] = {}
+        model.forward([window], record=record).check()
+        model.advance(0, len(window.tokens))
+        slots = record.pop("slot")[0]
+        latents = to_host(model.cache.latents)[:, slots]
+        for key in ("attention", "mlp"):
+            record[key] = [_summed(parts) for parts in record[key]]
+        values = {key: np.stack(arrays) for key, arrays in record.items()}
+        values["logits"], values["token"] = values["logits"][0], values["token"][0]
+        result |= {f"{name}/{key}": value for key, value in {**values, "latents": latents}.items()}
+    return result
+
+
+def _summed(parts: np.ndarray) -> np.ndarray:
+    """As the kernels add them: fp32, in ascending order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
