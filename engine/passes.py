@@ -136,7 +136,7 @@ def layer_output(
 def greedy_tokens(
     prompt, *, weights: Mapping[str, Any], config: Config, tokens, stream=None
 ) -> None:
-    """prompt [length] int32, then tokens [steps] int32 one at a time, each the largest logit's id."""
+    """prompt [length] int32; tokens [steps] int32, one at a time, each the largest logit's id."""
     text = to_host(prompt).tolist()
     steps = tokens.shape[0]
     model = Model(weights, config, rows=len(text), positions=len(text) + steps, page_size=4)

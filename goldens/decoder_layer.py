@@ -20,11 +20,13 @@ def inputs(
     rows: int,
     keys: int,
     layer: int,
+    page_size: int,
     pattern: str,
     weights: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """A window of `rows` nodes behind `keys` cached rows; pattern: see goldens.tree_paths.
+    """A window of `rows` nodes behind `keys` cached rows; pattern: see goldens.tree_paths. Nothing
+    may depend on page_size.
 
     Rows whose experts lie too close to call are drawn again: which one is chosen would be decided
     by a rounding, and the two results have nothing to do with each other.

@@ -16,9 +16,10 @@ from goldens.numerics import Stream, round_to
 
 
 def inputs(
-    rng: Stream, *, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    rng: Stream, *, page_size: int, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The captured tree; its prefix is what the faithful model caches for the captured prompt."""
+    """The captured tree; its prefix is what the faithful model caches for the captured prompt.
+    Nothing may depend on page_size."""
     given = sample_forward.inputs(rng, prefix_tokens=48)
     ready = Weights.of(weights)
     prefix = forward(ready, config, given["prefix"], faithful=True)["latents"]

@@ -36,15 +36,17 @@ def inputs(
     rng: Stream,
     *,
     rows: int,
-    requests: int,
+    bounds: int,
     keys: int,
+    page_size: int,
     pattern: str,
     weights: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Random tokens; prefixes are the latents of random prompts; the first request's is empty if
-    there are several. Windows whose experts or argmax a rounding could decide are drawn again."""
-    ready = Weights.of(weights)
+    there are several. Windows whose experts a rounding could decide are drawn again. Nothing may
+    depend on page_size."""
+    ready, requests = Weights.of(weights), bounds - 1
     row_start = np.linspace(0, rows, requests + 1).astype(np.int32)
     key_start = np.linspace(0, keys, requests + 1).astype(np.int32)
     if requests > 1:

@@ -53,10 +53,15 @@ THREADS = 256  # 4 groups of K x 2 halves of the rows
 STAGE_K = 128  # 256 bytes of a row: 16 chunks of 16 bytes
 ROW_BYTES = 2 * STAGE_K
 TOKENS = (8, 16, 32, 64)
-SMS = 132  # blocks that `parts` and `_rows` aim at; a constant, so that bits do not follow the GPU
+SMS = 132  # what `parts` aims at; a constant, so that bits do not follow the GPU
 
 
-@family(*({"rows": r, "tokens": t, "ring": 4} for r in (32, 64) for t in TOKENS))
+@family(
+    *({"rows": 64, "tokens": t, "ring": 2} for t in TOKENS),
+    *({"rows": 64, "tokens": t, "ring": 4} for t in TOKENS[:-1]),
+    {"rows": 64, "tokens": 64, "ring": 3},
+    {"rows": 96, "tokens": 64, "ring": 4},
+)
 def _gemm_bf16(*, rows: int, tokens: int, ring: int):
     ROW_TILES, TOKEN_TILES = rows // 32, tokens // 8  # per warp
     STAGE_BYTES = (rows + tokens) * ROW_BYTES
@@ -234,15 +239,25 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
 
 
 def parts(n: int, k: int) -> int:
-    """Ranges of K to sum in separate blocks so that weights [n, k] keep every SM busy."""
+    """Ranges of K to sum in separate blocks so that weights [n, k] keep every SM busy: about two
+    blocks an SM, none with fewer than eight stages."""
     stages = cdiv(k, STAGE_K)
-    wanted = max(1, min(SMS // cdiv(n, _rows(n, 1)), stages // 8))
+    wanted = max(1, min(2 * SMS // cdiv(n, 64), stages // 8))
     return cdiv(stages, cdiv(stages, wanted))  # none is empty
 
 
-def _rows(n: int, batch: int) -> int:
-    """Weight rows of a block: 64, or fewer where that gives too few blocks."""
-    return 32 if n * batch <= 32 * SMS else 64
+def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
+    """Constants of the specialisation: n, m, products of [n, k] in all and stages of each. No bit
+    of the result depends on them."""
+    tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
+    if stages == 1:
+        return {"rows": 64, "tokens": tokens, "ring": 2}
+    if tokens < 64:
+        return {"rows": 64, "tokens": tokens, "ring": 4}
+    one_wave = cdiv(n, 96) * blocks <= SMS < cdiv(n, 64) * blocks
+    if one_wave and m <= tokens:
+        return {"rows": 96, "tokens": tokens, "ring": 4}
+    return {"rows": 64, "tokens": tokens, "ring": 3}  # two blocks fit an SM
 
 
 def gemm_bf16(x, w, *, y, stream=None) -> None:
@@ -290,10 +305,9 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
         raise NotImplementedError(
             f"gemm_bf16: k {k} must be a multiple of 16, n {n} and the width of x {x_width} of 8"
         )
-    rows = _rows(n, batch)
-    tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
-    _gemm_bf16(rows=rows, tokens=tokens, ring=4).launch(
-        (cdiv(m, tokens), cdiv(n, rows), batch * count),
-        x, w, m, n, k, batch, x_width, y_width, cdiv(cdiv(k, STAGE_K), count),
-        y.dtype == np.float32, y, stream=stream,
+    stages = cdiv(cdiv(k, STAGE_K), count)
+    tile = _tile(n, m, batch * count, stages)
+    _gemm_bf16(**tile).launch(
+        (cdiv(m, tile["tokens"]), cdiv(n, tile["rows"]), batch * count),
+        x, w, m, n, k, batch, x_width, y_width, stages, y.dtype == np.float32, y, stream=stream,
     )  # fmt: skip
