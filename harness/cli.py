@@ -24,7 +24,7 @@ ELSEWHERE = (
     ("import", "harness.cli_bundle:app", "Make a bundle of a public checkpoint."),
     ("quant", "harness.cli_bundle:app", "Choose a 4-bit scheme on evidence."),
     ("forward", "harness.cli_bundle:app", "Run a bundle's model over a prompt and a tree."),
-    ("decode", "engine.cli_decode:app", "Decode with tree speculation."),
+    ("decode", "harness.cli_decode:app", "Decode with tree speculation."),
 )
 
 app = typer.Typer(

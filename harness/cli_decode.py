@@ -1,0 +1,299 @@
+"""The command `kdtr decode`: tokens as they come, then what the rounds did and where time went.
+
+The loops are reached by name when the command runs: `goldens.decode` in numpy, `engine.decode` on
+a GPU or in the simulator. Both take the same settings and return the same fields.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, say, show, told
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+ORDER = 3  # tokens of context that the ngram drafter matches at most
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cuda = "cuda"
+    sim = "sim"
+    reference = "reference"
+
+
+class Mode(StrEnum):
+    tree = "tree"
+    chain = "chain"
+    ar = "ar"
+
+
+class Drafter(StrEnum):
+    replay = "replay"
+    ngram = "ngram"
+
+
+class Compare(StrEnum):
+    ar = "ar"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a loop returned, and how long it took."""
+
+    requests: Sequence[Any]
+    times: dict[str, float]
+    seconds: float
+
+
+@app.command("decode")
+def decode(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A .kdtr file.")],
+    prompt_tokens: Annotated[
+        list[str] | None,
+        typer.Option(metavar="IDS", help="A prompt, like 3,4,5. Repeatable: a batch."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A prompt whose UTF-8 bytes are its token ids. Repeatable."),
+    ] = None,
+    drafter: Annotated[
+        Drafter, typer.Option(metavar="replay|ngram", help="Where drafts come from.")
+    ] = Drafter.ngram,
+    accuracy: Annotated[
+        str,
+        typer.Option(metavar="P[,P..]", help="replay: how often the right token is at rank 0, 1.."),
+    ] = "0.8",
+    length: Annotated[int, typer.Option(metavar="L", help="Positions that a draft covers.")] = 7,
+    budget: Annotated[int, typer.Option(metavar="B", help="Most nodes below the root.")] = 16,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N:T,..",
+            help="Adaptive budget: time T of a round with N nodes, in any unit, linear between.",
+        ),
+    ] = None,
+    max_new: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 32,
+    mode: Annotated[
+        Mode, typer.Option(metavar="tree|chain|ar", help="ar: one token a round, no drafts.")
+    ] = Mode.tree,
+    device: Annotated[
+        Device,
+        typer.Option(metavar="auto|cuda|sim|reference", help="auto: a GPU, else the reference."),
+    ] = Device.auto,
+    temperature: Annotated[float, typer.Option(help="0: the most probable token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of replay's mistakes.")] = 0,
+    eos: Annotated[
+        str | None, typer.Option(metavar="IDS", help="Tokens that end a text; none: never.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest text (default: what the model allows).")
+    ] = None,
+    compare: Annotated[
+        Compare | None,
+        typer.Option(metavar="ar", help="Decode one token at a time too, and compare."),
+    ] = None,
+) -> None:
+    """Decode with draft trees: each round verifies a tree of guesses in one pass of the model.
+
+    The text is the one that --mode ar gives, at every temperature; --compare ar checks it down to
+    the bits of the logits and exits 1 if anything differs. `replay` decodes the text first and
+    then guesses it with the given accuracy, to see what a drafter of that accuracy would bring.
+    """
+    prompts = [ids(each, "--prompt-tokens") for each in prompt_tokens or ()]
+    prompts += [list(each.encode()) for each in text or ()]
+    if not prompts:
+        fail("give a prompt: --prompt-tokens 3,4,5 or --text TEXT", 2)
+    chances = numbers(accuracy, "--accuracy")
+    opened = open_bundle(path)
+    vocabulary = opened.config["vocab_size"]
+    for token in [token for prompt in prompts for token in prompt]:
+        if not 0 <= token < vocabulary:
+            fail(f"token {token} is not one of the {vocabulary} of {path}", 2)
+    curve = None if costs is None else cost_curve(costs, budget)
+    where = chosen(device)
+    loop = importlib.import_module("engine.decode" if where.engine else "goldens.decode").decode
+    settings: dict[str, Any] = {
+        "max_new": max_new,
+        "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
+        "context": context,
+        "temperature": temperature,
+        "seed": seed,
+    }
+
+    def run(mode: Mode, guesses: Any, **more: Any) -> Run:
+        times: dict[str, float] = {}
+        started = time.perf_counter()
+        done = loop(
+            opened, opened.config, prompts, guesses, budget=budget, mode=mode.value, times=times,
+            **settings, **more,
+        )  # fmt: skip
+        return Run(done, times, time.perf_counter() - started)
+
+    say(f"{path} on {where.name}: {mode.value}" + ("" if mode is Mode.ar else f", {drafter.value}"))
+    with told():
+        alone = None
+        if compare or (drafter is Drafter.replay and mode is not Mode.ar):
+            alone = run(Mode.ar, None)
+        guesses = None
+        if mode is not Mode.ar:
+            guesses = made(
+                drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
+            )
+        done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
+    print(flush=True)
+    summary(done, len(prompts))
+    if compare and alone is not None and not same(done.requests, alone.requests):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+    engine: bool  # the engine, on a GPU or in the simulator, or the numpy loop
+
+
+def chosen(device: Device) -> Place:
+    """Choose once, before anything loads numba."""
+    if device is Device.auto:
+        devices = importlib.import_module("harness.devices")
+        try:
+            usable = devices.choose("auto").device == "cuda"
+        except devices.DeviceError:
+            usable = False
+        device = Device.cuda if usable else Device.reference
+    if device is Device.reference:
+        return Place("reference", False)
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1" if device is Device.sim else "0"
+    return Place(device.value, True)
+
+
+def numbers(text: str, what: str) -> list[float]:
+    """ "0.5,0.3" -> [0.5, 0.3]."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        fail(f"{what}: expected numbers with commas between, like 0.5,0.3, got {text!r}", 2)
+
+
+def cost_curve(text: str, budget: int) -> np.ndarray:
+    """ "0:1,16:1.2,64:2" -> [budget + 1], linear between the points."""
+    try:
+        points = sorted(tuple(map(float, part.split(":"))) for part in text.split(","))
+        nodes, costs = zip(*points, strict=True)
+    except ValueError:
+        fail(f"--costs: expected NODES:TIME pairs like 0:1,16:1.2,64:2, got {text!r}", 2)
+    if nodes[0] != 0 or nodes[-1] < budget or min(costs) <= 0:
+        fail(f"--costs: need positive times for 0 to {budget} nodes, got {text!r}", 2)
+    return np.interp(np.arange(budget + 1), nodes, costs)
+
+
+def made(
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    vocabulary: int,
+    length: int,
+    budget: int,
+    chances: Sequence[float],
+    seed: int,
+    answer: Run | None,
+    where: Place,
+) -> Any:
+    """The drafter of that name for the loop of that place."""
+    if length < 1:
+        fail(f"--length: expected 1 or more, got {length}", 2)
+    drafters = importlib.import_module("goldens.drafters")
+    theirs = importlib.import_module("engine.draft") if where.engine else drafters
+    if drafter is Drafter.ngram:
+        return theirs.Ngram(length, ORDER)
+    stream = importlib.import_module("goldens.numerics").Stream("replay", seed)
+    k = max(1, min(budget, vocabulary - 1))
+    tables = [
+        drafters.replay_table(request.tokens, vocabulary, k, chances, stream.fork(number))
+        for number, request in enumerate(answer.requests if answer else ())
+    ]
+    return theirs.Replay(
+        [table[0] for table in tables],
+        [table[1] for table in tables],
+        [len(prompt) for prompt in prompts],
+        length,
+    )
+
+
+def printer(count: int) -> Any:
+    """Prints each token as it comes; with several requests, whose it is."""
+
+    def on_token(request: int, token: int) -> None:
+        print(f"{request}:{token}" if count > 1 else token, end=" ", flush=True)
+
+    return on_token
+
+
+def summary(run: Run, count: int) -> None:
+    """Lengths accepted a round, rounds, nodes verified, time a stage."""
+    if count > 1:
+        for number, request in enumerate(run.requests):
+            say(f"{number}: {listing(request.tokens)}  ({request.ended})")
+    tokens = sum(len(request.tokens) for request in run.requests)
+    rounds = [done for request in run.requests for done in request.rounds]
+    nodes = sum(len(done.tokens) for done in rounds)
+    ended = Counter(request.ended for request in run.requests)
+    say(
+        f"\n{tokens} tokens in {run.seconds:.3f} s ({tokens / run.seconds:.1f} a second); "
+        f"ended by {', '.join(f'{why} {n}' if count > 1 else why for why, n in ended.items())}"
+    )
+    if rounds:
+        lengths = [len(done.accepted) for done in rounds]
+        say(
+            f"{len(rounds)} rounds, {nodes} nodes verified, "
+            f"accepted a round: mean {np.mean(lengths):.2f}"
+        )
+        table = columns("", "accepted", "rounds", "<")
+        histogram = Counter(lengths)
+        for size in range(1, max(histogram) + 1):
+            bar = "#" * -(-40 * histogram[size] // max(histogram.values()))
+            row(table, size, histogram[size], bar)
+        show(table)
+    table = columns("", "<stage", "seconds", "share")
+    for stage, seconds in run.times.items():
+        row(table, stage, f"{seconds:.3f}", f"{seconds / run.seconds:.0%}")
+    show(table)
+
+
+def same(requests: Sequence[Any], alone: Sequence[Any]) -> bool:
+    """Say how a run compares with the one that took a token at a time, logit by logit."""
+    everything = 0
+    for number, (one, other) in enumerate(zip(requests, alone, strict=True)):
+        for at in range(max(len(one.tokens), len(other.tokens))):
+            ours, theirs = one.tokens[at : at + 1], other.tokens[at : at + 1]
+            if ours != theirs:
+                runner_up, best = np.partition(
+                    np.asarray(other.logits[min(at, len(other.logits) - 1)]), -2
+                )[-2:]
+                say(
+                    f"DIFFERENT: request {number}, token {at}: {listing(ours) or 'none'}, one at a "
+                    f"time {listing(theirs) or 'none'}; margin there {best - runner_up:.3g}"
+                )
+                return False
+        for at, (ours, theirs) in enumerate(zip(one.logits, other.logits, strict=True)):
+            if not np.array_equal(ours, theirs):
+                off = np.abs(np.asarray(ours, np.float64) - theirs)
+                say(
+                    f"NOT STRICT: request {number}: same tokens, but the logits of token {at} "
+                    f"differ by up to {off.max():.3g} ({np.count_nonzero(off)} of {off.size})"
+                )
+                return False
+        everything += len(one.tokens)
+    say(f"STRICT: {everything} tokens and all bits of their logits as one token at a time gives")
+    return True
