@@ -124,7 +124,9 @@ def say(line: str) -> None:
 def gate(
     stage: Annotated[
         list[Stage] | None,
-        typer.Option(metavar="STAGE", help="golden, kernel, layer, model or decode. Repeatable."),
+        typer.Option(  # named: typer 0.27 takes the name of an enum's option from its metavar
+            "--stage", metavar="STAGE", help="golden, kernel, layer, model or decode. Repeatable."
+        ),
     ] = None,
     spec: Annotated[
         list[str] | None,
