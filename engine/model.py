@@ -158,7 +158,7 @@ class Model:
         )
         self.prefix_len = [0] * requests
         self._buffers = Buffers(self.act)
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int, int], Plan] = {}
         for layer in self.layers:
             if layer.moe:
                 layers.reserve_experts(layer.moe, rows, self._buffers)
@@ -167,7 +167,7 @@ class Model:
             np.zeros((most, rows), np.int32),
             self._buffers.view("status", most, rows, dtype="int32"),
         )
-        self._planned(rows, requests)  # the largest pass fixes every buffer's size
+        self._planned(rows, requests, self.words)  # the largest pass fixes every buffer's size
         self._buffers.freeze()
 
     def forward(
@@ -217,13 +217,16 @@ class Model:
         self.prefix_len[request] = 0
         self.cache.release(request)
 
-    def plan(self, rows: int, requests: int) -> Plan:
-        """The launches of a pass over `rows` nodes of `requests` requests; made once."""
-        if (rows, requests) not in self._plans:
-            self._plans[rows, requests] = self._planned(rows, requests)
-        return self._plans[rows, requests]
+    def plan(self, rows: int, requests: int, words: int | None = None) -> Plan:
+        """The launches of a pass over `rows` nodes of `requests` requests; made once. words: of an
+        ancestor row (default: enough for a window of all the model's rows)."""
+        words = self.words if words is None else words
+        key = (rows, requests, words)
+        if key not in self._plans:
+            self._plans[key] = self._planned(*key)
+        return self._plans[key]
 
-    def _planned(self, rows: int, requests: int) -> Plan:
+    def _planned(self, rows: int, requests: int, words: int) -> Plan:
         config, b = self.config, self._buffers
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         sites: list[str] = []
@@ -241,7 +244,7 @@ class Model:
             row_start=b.view("row_start", requests + 1, dtype="int32"),
             prefix_len=b.view("prefix_len", requests, dtype="int32"),
             depth=b.view("depth", rows, dtype="int32"),
-            ancestors=b.view("ancestors", rows, self.words, dtype="uint32"),
+            ancestors=b.view("ancestors", rows, words, dtype="uint32"),
             page_table=self.cache.page_table[:requests],
             page_size=self.cache.page_size,
             position=b.view("position", rows, dtype="int32"),
