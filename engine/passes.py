@@ -36,7 +36,7 @@ def _fill(model: Model, request: int, prefix: np.ndarray) -> None:
     model.prefix_len[request] = count
 
 
-def _prepared(
+def prepared(
     weights: Mapping[str, Any],
     config: Config,
     trees: Sequence[Tree],
@@ -88,7 +88,7 @@ def window_logits(
     rows = [slice(row_start[r], row_start[r + 1]) for r in requests]
     keys = [slice(key_start[r], key_start[r + 1]) for r in requests]
     trees = [Tree(tokens[part].tolist(), parents[part].tolist()) for part in rows]
-    model = _prepared(weights, config, trees, [prefix[:, k] for k in keys], page_size)
+    model = prepared(weights, config, trees, [prefix[:, k] for k in keys], page_size)
     plan = model.forward(trees)
     plan.check()
     copy_to_device(to_host(plan.logits), logits)
@@ -119,7 +119,7 @@ def layer_output(
     """
     parents, prefix = to_host(parents), to_host(prefix)
     tree = Tree([0] * len(parents), parents.tolist())
-    model = _prepared(weights, config, [tree], [prefix[None]], page_size, only=[layer])
+    model = prepared(weights, config, [tree], [prefix[None]], page_size, only=[layer])
     plan = model.prepare([tree])
     start = [launch.name for launch in plan.launches].index("slot_mapping")
     copy_to_device(to_host(x), plan.x)

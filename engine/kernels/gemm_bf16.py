@@ -264,7 +264,7 @@ def gemm_bf16(x, w, *, y, stream=None) -> None:
     """y = x w^T.
 
     x [m, x_width] bf16 with x_width >= k: its first k columns count. w [n, k] bf16, k a multiple
-    of 16 and n of 8. y [m, y_width] bf16 or fp32 with y_width >= n: its first n columns are
+    of 16. y [m, y_width] bf16 or fp32 with y_width >= n: its first n columns are
     written. With a batch of weights (one a head): x [m, batch, x_width], w [batch, n, k] and
     y [m, batch, y_width]. A row's bits follow from n and k alone.
     """
@@ -301,9 +301,9 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
     x_width, y_width = dims["x_width"], dims.get("y_width", n)
     if x_width < k or y_width < n:
         raise ValueError(f"gemm_bf16: x has {x_width} columns for k = {k}, y {y_width} for n = {n}")
-    if k % 16 or n % 8 or x_width % 8:
+    if k % 16 or x_width % 8:
         raise NotImplementedError(
-            f"gemm_bf16: k {k} must be a multiple of 16, n {n} and the width of x {x_width} of 8"
+            f"gemm_bf16: k {k} must be a multiple of 16 and the width of x {x_width} of 8"
         )
     stages = cdiv(cdiv(k, STAGE_K), count)
     tile = _tile(n, m, batch * count, stages)
