@@ -238,11 +238,11 @@ def golden_verify(
     ] = False,
 ) -> None:
     """Make the goldens again and compare them with goldens/manifest.toml. Exit 1 if any differs."""
-    from harness import golden
+    from harness import manifest
 
     chosen = _readable(specs)
     pairs = [(s, c) for s in chosen for c in s.cases.values() if c.sim or not sim]
-    differences = golden.verify(chosen, select=lambda _, case: case.sim or not sim)
+    differences = manifest.verify(chosen, select=lambda _, case: case.sim or not sim)
     for line in differences:
         say(line)
     if any("not in " in line for line in differences):
@@ -257,10 +257,10 @@ def golden_generate(
     reason: Annotated[str, typer.Option(help="Why they change; goes into the manifest.")] = "",
 ) -> None:
     """Rewrite the manifest's entries and print what changed. Needs --reason."""
-    from harness import golden, report
+    from harness import manifest, report
 
     try:
-        changes = golden.generate(_readable(specs), reason)
+        changes = manifest.generate(_readable(specs), reason)
     except (ValueError, PermissionError) as error:
         fail(error)
     except report.Fault as fault:
