@@ -9,6 +9,7 @@ import math
 
 from engine import activation
 from engine.device import check, cuda, f32, family, kernel, ptr, u32
+from engine.ptx import pdl_launch_dependents, pdl_wait
 from engine.warp import block_sum
 
 THREADS = 256
@@ -19,7 +20,7 @@ WARPS = THREADS // 32
 def _add_rms_norm(*, bf16: bool):
     load, store = activation.load(bf16), activation.store(bf16)
 
-    @kernel(threads=THREADS, registers=40)
+    @kernel(threads=THREADS, registers=40, dependent_launch=True)
     def add_rms_norm(
         delta: ptr[f32],  # [parts, rows, hidden]
         weight: ptr[activation.element(bf16)],  # [hidden]
@@ -30,6 +31,8 @@ def _add_rms_norm(*, bf16: bool):
         x: ptr[f32],  # [rows, hidden], in and out
         y: ptr[activation.element(bf16)],  # [rows, hidden], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         partial = cuda.shared.array(WARPS, f32)
         start = u32(u32(cuda.blockIdx.x) * hidden)
         squares = f32(0)

@@ -9,7 +9,7 @@ of it is -inf; token is -1 in both cases.
 import math
 
 from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, static_range, u32, u64
-from engine.ptx import advance
+from engine.ptx import advance, pdl_launch_dependents, pdl_wait
 from engine.warp import FULL
 
 CHUNKS = 32
@@ -20,7 +20,7 @@ NOT_A_NUMBER, ALL_MINUS_INFINITY = 1, 2
 NOBODY = 0xFFFFFFFF
 
 
-@kernel(threads=THREADS, registers=40)
+@kernel(threads=THREADS, registers=40, dependent_launch=True)
 def _argmax_chunks(
     logits: ptr[f32],  # [rows, vocabulary]
     vocabulary: u32,
@@ -28,6 +28,8 @@ def _argmax_chunks(
     best: ptr[f32],  # [rows, CHUNKS], out
     best_id: ptr[i32],  # [rows, CHUNKS], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     warp_best = cuda.shared.array(WARPS, f32)
     warp_id = cuda.shared.array(WARPS, i32)
     row = u32(cuda.blockIdx.y)
@@ -71,7 +73,7 @@ def _argmax_chunks(
         best_id[at] = i32(top_id)
 
 
-@kernel(threads=32, registers=32)
+@kernel(threads=32, registers=32, dependent_launch=True)
 def _argmax_rows(
     best: ptr[f32],  # [rows, CHUNKS]
     best_id: ptr[i32],  # [rows, CHUNKS]
@@ -79,6 +81,8 @@ def _argmax_rows(
     token: ptr[i32],  # [rows], out
     status: ptr[i32],  # [rows], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     row = u32(cuda.blockIdx.x)
     lane = u32(cuda.threadIdx.x)
     top = f32(-math.inf)

@@ -5,7 +5,7 @@ One block a row. status[i] is 0, or 1 for a token id outside the vocabulary; tha
 
 from engine import activation
 from engine.device import check, cuda, f32, family, i32, kernel, ptr, u32, u64
-from engine.ptx import advance
+from engine.ptx import advance, pdl_launch_dependents, pdl_wait
 
 THREADS = 256
 OUT_OF_VOCABULARY = 1
@@ -15,7 +15,7 @@ OUT_OF_VOCABULARY = 1
 def _embedding(*, bf16: bool):
     load = activation.load(bf16)
 
-    @kernel(threads=THREADS, registers=32)
+    @kernel(threads=THREADS, registers=32, dependent_launch=True)
     def embedding(
         tokens: ptr[i32],  # [rows]
         table: ptr[activation.element(bf16)],  # [vocabulary, hidden]
@@ -24,6 +24,8 @@ def _embedding(*, bf16: bool):
         x: ptr[f32],  # [rows, hidden], out
         status: ptr[i32],  # [rows], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         row = u32(cuda.blockIdx.x)
         token = u32(tokens[row])  # a negative id is a large one
         known = token < vocabulary

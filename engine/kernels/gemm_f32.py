@@ -6,7 +6,7 @@ memory: FP32 models are there to be exact, and small.
 """
 
 from engine.device import cdiv, check, cuda, f32, function, kernel, ptr, static_range, u32, u64
-from engine.ptx import address, fma_dot4, load_global_v4, zeros_f32
+from engine.ptx import address, fma_dot4, load_global_v4, pdl_launch_dependents, pdl_wait, zeros_f32
 
 TILE = 4  # tokens, and rows of w, of a thread
 THREADS = 32
@@ -34,7 +34,7 @@ def _sixteen(rows, skip):
     return low + load_global_v4(u64(rows[2] + skip)) + load_global_v4(u64(rows[3] + skip))
 
 
-@kernel(threads=THREADS, registers=128)
+@kernel(threads=THREADS, registers=128, dependent_launch=True)
 def _gemm_f32(
     x: ptr[f32],  # [m, batch, x_width]
     w: ptr[f32],  # [batch, n, k]
@@ -47,6 +47,8 @@ def _gemm_f32(
     part_columns: u32,
     y: ptr[f32],  # [parts, m, batch, y_width], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     first_token = u32(u32(cuda.blockIdx.x) * u32(TILE))
     lane_row = u32(u32(cuda.threadIdx.x) * u32(TILE))
     first_row = u32(u32(u32(cuda.blockIdx.y) * u32(THREADS * TILE)) + lane_row)

@@ -13,7 +13,7 @@ import math
 
 from engine import activation
 from engine.device import check, cuda, f32, family, i32, i64, kernel, ptr, u32, u64
-from engine.ptx import advance, fma
+from engine.ptx import advance, fma, pdl_launch_dependents, pdl_wait
 from engine.warp import block_sum
 
 THREADS = 256
@@ -26,7 +26,7 @@ def _latent_append(*, bf16: bool):
     load, store = activation.load(bf16), activation.store(bf16)
     rounded = activation.rounded(bf16)
 
-    @kernel(threads=THREADS, registers=40)
+    @kernel(threads=THREADS, registers=40, dependent_launch=True)
     def latent_append(
         qkv: ptr[f32],  # [parts, rows, q_rank + rank + 2 pairs]
         q_weight: ptr[activation.element(bf16)],  # [q_rank]
@@ -47,6 +47,8 @@ def _latent_append(*, bf16: bool):
         cache: ptr[activation.element(bf16)],  # [slots, rank + 2 pairs], in and out
         status: ptr[i32],  # [rows], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         partial = cuda.shared.array(WARPS, f32)
         values = cuda.shared.array(0, f32)  # [q_rank + rank + 2 pairs], the row
         row = u32(cuda.blockIdx.x)

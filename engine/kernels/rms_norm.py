@@ -8,7 +8,7 @@ order, so the bits of a row depend on `hidden` alone, never on its neighbours.
 import math
 
 from engine.device import check, cuda, f32, family, kernel, ptr, u16, u32
-from engine.ptx import bf16_to_f32, f32_to_bf16
+from engine.ptx import bf16_to_f32, f32_to_bf16, pdl_launch_dependents, pdl_wait
 from engine.warp import block_sum
 
 THREADS = 256  # 7168 / 256 = 28 elements a thread
@@ -23,7 +23,7 @@ WARPS = THREADS // 32
 def _rms_norm(*, x_bf16: bool, y_bf16: bool):
     x_type, y_type = u16 if x_bf16 else f32, u16 if y_bf16 else f32
 
-    @kernel(threads=THREADS, registers=40)
+    @kernel(threads=THREADS, registers=40, dependent_launch=True)
     def rms_norm(
         x: ptr[x_type],  # [tokens, hidden]
         weight: ptr[y_type],  # [hidden]
@@ -31,6 +31,8 @@ def _rms_norm(*, x_bf16: bool, y_bf16: bool):
         hidden: u32,
         y: ptr[y_type],  # [tokens, hidden], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         partial = cuda.shared.array(WARPS, f32)
         start = u32(u32(cuda.blockIdx.x) * hidden)
         squares = f32(0)

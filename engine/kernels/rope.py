@@ -8,7 +8,7 @@ columns are zero. One block a row.
 
 from engine import activation
 from engine.device import check, cuda, f32, family, i32, kernel, ptr, u32
-from engine.ptx import fma
+from engine.ptx import fma, pdl_launch_dependents, pdl_wait
 
 THREADS = 128
 NO_SUCH_POSITION = 1
@@ -18,7 +18,7 @@ NO_SUCH_POSITION = 1
 def _rope(*, bf16: bool):
     load, store = activation.load(bf16), activation.store(bf16)
 
-    @kernel(threads=THREADS, registers=40)
+    @kernel(threads=THREADS, registers=40, dependent_launch=True)
     def rope(
         q: ptr[activation.element(bf16)],  # [rows, heads, q_width]
         cos: ptr[f32],  # [positions, pairs]
@@ -32,6 +32,8 @@ def _rope(*, bf16: bool):
         query: ptr[activation.element(bf16)],  # [rows, heads, width], in and out
         status: ptr[i32],  # [rows], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         row = u32(cuda.blockIdx.x)
         place = u32(position[row])
         known = place < positions

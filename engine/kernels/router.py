@@ -12,7 +12,7 @@ experts are then 0..top_k-1, which no reader can trip over, and its weights NaN.
 import math
 
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32
-from engine.ptx import bits_to_f32, popc
+from engine.ptx import bits_to_f32, pdl_launch_dependents, pdl_wait, popc
 from engine.warp import FULL
 
 THREADS = 32
@@ -24,7 +24,7 @@ NAN = 0x7FC00000
 
 @family({"per_lane": 1}, {"per_lane": 12})
 def _router(*, per_lane: int):
-    @kernel(threads=THREADS, registers=96)
+    @kernel(threads=THREADS, registers=96, dependent_launch=True)
     def router(
         logits: ptr[f32],  # [parts, rows, experts]
         bias: ptr[f32],  # [experts]
@@ -37,6 +37,8 @@ def _router(*, per_lane: int):
         expert_weights: ptr[f32],  # [rows, top_k], out
         status: ptr[i32],  # [rows], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         scores = cuda.local.array(per_lane, f32)
         ranks = cuda.local.array(per_lane, f32)  # s + bias; -inf once chosen
         chosen = cuda.shared.array(MAX_TOP_K, f32)

@@ -8,12 +8,13 @@ row.
 """
 
 from engine.device import cdiv, check, cuda, i32, i64, kernel, ptr, u32
+from engine.ptx import pdl_launch_dependents, pdl_wait
 
 THREADS = 64
 NO_PAGE = 1
 
 
-@kernel(threads=THREADS, registers=32)
+@kernel(threads=THREADS, registers=32, dependent_launch=True)
 def _slot_mapping(
     row_start: ptr[i32],  # [requests + 1]
     prefix_len: ptr[i32],  # [requests]
@@ -27,6 +28,8 @@ def _slot_mapping(
     slot: ptr[i64],  # [rows], out
     status: ptr[i32],  # [rows], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     row = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
     if row < rows:
         low, high = u32(0), requests  # the last request that starts at or before the row

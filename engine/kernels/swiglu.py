@@ -7,6 +7,7 @@ import math
 
 from engine import activation
 from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, u32
+from engine.ptx import pdl_launch_dependents, pdl_wait
 
 THREADS = 128
 
@@ -15,7 +16,7 @@ THREADS = 128
 def _swiglu(*, bf16: bool):
     store = activation.store(bf16)
 
-    @kernel(threads=THREADS, registers=32)
+    @kernel(threads=THREADS, registers=32, dependent_launch=True)
     def swiglu(
         gate_up: ptr[f32],  # [parts, rows, 2 inner]: gate, then up
         parts: u32,
@@ -23,6 +24,8 @@ def _swiglu(*, bf16: bool):
         inner: u32,
         y: ptr[activation.element(bf16)],  # [rows, inner], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         row = u32(cuda.blockIdx.y)
         i = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
         if i < inner:
