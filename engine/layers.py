@@ -26,6 +26,8 @@ from engine.kernels.swiglu import swiglu
 from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla
 from engine.kernels.w4a16_gemm import w4a16_gemm
 
+INT4_ROWS = 256  # that w4a16_gemm and the MoE kernels take in one launch
+
 Config = Mapping[str, Any]  # the public config.json's text_config, and lora_rms_norm_eps
 
 
@@ -166,15 +168,25 @@ def gemm(name: str, x: Any, w: Any, y: Any, **shows: Any) -> Launch:
     return Launch(name, _call(function, x, w, y=y), shows)
 
 
-def project(name: str, x: Any, matrix: Matrix, y: Any, **shows: Any) -> Launch:
+def project(name: str, x: Any, matrix: Matrix, y: Any, **shows: Any) -> list[Launch]:
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
-        call = _call(w4a16_gemm, x, matrix.qw, matrix.sc, y=y.reshape(y.shape[1:]))
+        calls = [
+            _call(w4a16_gemm, x[rows], matrix.qw, matrix.sc, y=y[0][rows])
+            for rows in _blocks(x.shape[0])
+        ]
     elif matrix.w.dtype == "float32":
-        call = _call(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)
+        calls = [_call(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)]
     else:
-        call = _call(gemm_bf16.gemm_bf16_parts, x, matrix.w, parts=matrix.parts, y=y)
-    return Launch(name, call, shows)
+        calls = [_call(gemm_bf16.gemm_bf16_parts, x, matrix.w, parts=matrix.parts, y=y)]
+    launches = [Launch(name, call) for call in calls]
+    launches[-1].shows.update(shows)
+    return launches
+
+
+def _blocks(rows: int) -> list[slice]:
+    """Rows in blocks of what the INT4 kernels take at once; a row's bits do not depend on it."""
+    return [slice(first, min(first + INT4_ROWS, rows)) for first in range(0, rows, INT4_ROWS)]
 
 
 def attend(
@@ -195,19 +207,24 @@ def routed_experts(
     name: str, h: Any, experts: Any, shares: Any, weights: Moe, y: Any, b: Buffers
 ) -> list[Launch]:
     """y [rows, hidden] = the weighted sum of each row's experts, in ascending id."""
-    rows = h.shape[0]
-    scratch = {
-        key: b.view(f"experts_{key}", *shape, dtype=dtype)
-        for key, (shape, dtype) in weights.scratch_shapes(rows).items()
-    }
     function = moe_w4a16.moe_w4a16 if weights.int4 else moe_f32.moe_f32
-    return [Launch(name, _call(function, h, experts, shares, **weights.routed, **scratch, y=y))]
+    launches = []
+    for rows in _blocks(h.shape[0]):
+        scratch = {
+            key: b.view(f"experts_{key}", *shape, dtype=dtype)
+            for key, (shape, dtype) in weights.scratch_shapes(rows.stop - rows.start).items()
+        }
+        call = _call(
+            function, h[rows], experts[rows], shares[rows], **weights.routed, **scratch, y=y[rows]
+        )
+        launches.append(Launch(name, call))
+    return launches
 
 
 def reserve_experts(weights: Moe, rows: int, b: Buffers) -> None:
     """Allocate the scratch of `routed_experts` for any number of rows up to `rows`: some of it is
     largest for fewer."""
-    for count in range(1, rows + 1):
+    for count in range(1, min(rows, INT4_ROWS) + 1):
         for key, (shape, dtype) in weights.scratch_shapes(count).items():
             b.view(f"experts_{key}", *shape, dtype=dtype)
 
@@ -227,7 +244,7 @@ def mla(
     o = b.activations("o", rows, heads, v)
     delta = b.view("delta", weights.o.parts, rows, weights.o.n)
     launches = [
-        project(f"{name}.qkv", h, weights.qkv, qkv),
+        *project(f"{name}.qkv", h, weights.qkv, qkv),
         Launch(
             f"{name}.latent_append",
             _call(
@@ -247,7 +264,7 @@ def mla(
         ),
         attend(f"{name}.attention", query, cache, mixed, window, config, b),
         gemm(f"{name}.values", mixed, weights.values, o),
-        project(f"{name}.o", o.reshape(rows, heads * v), weights.o, delta, attention=delta),
+        *project(f"{name}.o", o.reshape(rows, heads * v), weights.o, delta, attention=delta),
     ]  # fmt: skip
     return launches, delta
 
@@ -258,9 +275,9 @@ def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers) -> list[Launch]
     gate_up = b.view("gate_up", weights.gate_up.parts, rows, weights.gate_up.n)
     activated = b.activations("activated", rows, inner)
     return [
-        project(f"{name}.gate_up", h, weights.gate_up, gate_up),
+        *project(f"{name}.gate_up", h, weights.gate_up, gate_up),
         Launch(f"{name}.swiglu", _call(swiglu, gate_up, y=activated)),
-        project(f"{name}.down", activated, weights.down, delta),
+        *project(f"{name}.down", activated, weights.down, delta),
     ]
 
 
@@ -274,7 +291,7 @@ def moe(name: str, h: Any, weights: Moe, window: Window, b: Buffers) -> tuple[li
     shares = b.view("expert_weights", rows, weights.top_k)
     delta = b.view("delta", 1 + shared_parts, rows, hidden)
     launches = [
-        project(f"{name}.gate", h, weights.gate, logits),
+        *project(f"{name}.gate", h, weights.gate, logits),
         Launch(
             f"{name}.router",
             _call(
