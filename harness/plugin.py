@@ -12,6 +12,7 @@ GPU context or that kills its process ends the worker. What the worker knew of i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -334,6 +335,7 @@ class CaseItem(pytest.Item):
         run = self.config.stash[RUN]
         run.add(verdict, limit_s(self.case), seat.uuids)
         run.write()
+        run.close()
         text = report.failure_text(verdict)
         text += "\nThe process ends here; with -n 1 a new one would go on with the next case.\n"
         os.write(seat.stderr, text.encode())
@@ -430,6 +432,7 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.ran_on: dict[str, list[str]] = {}  # case id -> UUIDs
         self.folder = Path(tempfile.mkdtemp(prefix="kdtr-run-"))
+        atexit.register(self.close)
         self.collected: set[str] = set()
         self.futile = self.total = 0
 
@@ -538,6 +541,10 @@ class Run:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         self.write()
+        self.close()
+
+    def close(self) -> None:
+        """Leave neither files nor locked GPUs behind."""
         self.leases.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

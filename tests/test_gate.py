@@ -73,11 +73,11 @@ def ci_gate_of(project):
 
 
 def test_the_first_stage_that_fails_ends_the_run(project):
-    project.spec("twice", cases='one = { n = 5, sim = true, unsupported = "no" }\n')
+    project.spec("twice", cases='five = { n = 5, sim = true, unsupported = "no" }\n')
     project.spec("block", stage="layer")
     done = project.gate()
     assert done.returncode == 1
-    assert "specs/twice.toml::one SPEC_ERROR" in done.stdout
+    assert "specs/twice.toml::five SPEC_ERROR" in done.stdout
     assert "stage layer did not run: stage kernel failed" in done.stdout
     assert ci_gate_of(project) == 1
     assert project.gate("--keep-going").returncode == 1
@@ -85,7 +85,7 @@ def test_the_first_stage_that_fails_ends_the_run(project):
 
 
 def test_a_stage_refuses_without_the_earlier_ones_receipt(project):
-    project.spec("block", stage="layer", cases="one = { n = 5, sim = true }\n")
+    project.spec("block", stage="layer", cases="five = { n = 5, sim = true }\n")
     refused = project.gate("--stage", "layer")
     assert refused.returncode == 1
     assert "layer refused: stage kernel has not passed here on sim" in refused.stdout
@@ -127,7 +127,7 @@ def test_a_session_that_breaks_fails(project):
 
 
 def test_an_interrupt_leaves_a_partial_report_and_no_pass(project):
-    seconds = '{"sim": {"specs/twice.toml::odd": 9, "specs/twice.toml::one": 1}}'
+    seconds = '{"sim": {"specs/twice.toml::odd": 9, "specs/twice.toml::five": 1}}'
     project.write(".cache/kdtr/seconds.json", seconds)
     command = [sys.executable, "-m", "harness.cli", "gate", "-n", "1"]
     command += ["--spec", "twice", "--kernel", "mine.twice:hangs"]
@@ -179,30 +179,30 @@ def states(project):
 
 
 def test_a_receipt_is_fresh_until_a_source_changes(importable):
-    assert states(importable) == dict.fromkeys(("one", "odd", "big"), "missing")
+    assert states(importable) == dict.fromkeys(("five", "odd", "big"), "missing")
     each = one_spec(importable)
     (file,) = receipts.record(importable.folder, cuda_report(importable), [each])
     assert file.name == "h200.json"
-    assert states(importable) == dict.fromkeys(("one", "odd", "big"), "fresh")
+    assert states(importable) == dict.fromkeys(("five", "odd", "big"), "fresh")
     row = receipts.read(importable.folder, "h200")["specs/twice.toml::big"]
     assert row["gpu"] == "NVIDIA H200"
     assert (row["uuid"], row["driver"], row["time_us"]) == ("GPU-1", "580.1", 12.5)
     assert row["versions"]["numpy"]
     source = importable.folder / "mine" / "oracle.py"
     source.write_text(source.read_text() + "\n# changed\n")
-    assert states(importable) == dict.fromkeys(("one", "odd", "big"), "stale")
+    assert states(importable) == dict.fromkeys(("five", "odd", "big"), "stale")
 
 
 def test_receipts_are_merged_and_rows_of_vanished_cases_go(importable):
     each = one_spec(importable)
     receipts.record(importable.folder, cuda_report(importable), [each])
-    importable.spec("twice", cases="one = { n = 5, sim = true }\nnew = { n = 6 }\n")
+    importable.spec("twice", cases="five = { n = 5, sim = true }\nnew = { n = 6 }\n")
     receipts.record(
         importable.folder, cuda_report(importable, uuid="GPU-2"), [one_spec(importable)]
     )
     rows = receipts.read(importable.folder, "h200")
-    assert sorted(rows) == ["specs/twice.toml::new", "specs/twice.toml::one"]
-    assert rows["specs/twice.toml::one"]["uuid"] == "GPU-2"
+    assert sorted(rows) == ["specs/twice.toml::five", "specs/twice.toml::new"]
+    assert rows["specs/twice.toml::five"]["uuid"] == "GPU-2"
 
 
 def test_a_failed_case_is_no_evidence(importable):
@@ -288,7 +288,9 @@ def test_a_verdict_survives_the_way_through_json(importable):
         headroom=float("inf"),
     )
     each = one_spec(importable)
-    bad = verdict(each, each.cases["one"], report.Status.NONFINITE, outputs=(result,), notes=("n",))
+    bad = verdict(
+        each, each.cases["five"], report.Status.NONFINITE, outputs=(result,), notes=("n",)
+    )
     (case,) = json.loads(json.dumps(report.as_report([bad])))["cases"]
     back = merge.restore(case)
     assert repr(back) == repr(bad)  # NaN is not equal to itself
@@ -310,7 +312,7 @@ def test_a_gpu_runs_every_case_that_fits(importable):
     importable.spec("twice", cases=CASES + "pair = { n = 4, gpus = 2 }\n")
     specs = stages.load_specs(importable.folder)
     one = stages.select(specs, devices.Choice("cuda", (devices.Gpu("GPU-1"),), ""))
-    assert [c.name for _, c in one.here] == ["one", "odd", "big"]
+    assert [c.name for _, c in one.here] == ["five", "odd", "big"]
     assert [c.name for _, c in one.elsewhere] == ["pair"]
 
 

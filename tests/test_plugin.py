@@ -16,7 +16,7 @@ def project(tmp_path):
 
 def test_cases_are_items_and_those_for_a_gpu_are_left_out(project):
     done = project.pytest("--collect-only", "-q")
-    assert done.stdout.splitlines()[:2] == ["specs/twice.toml::one", "specs/twice.toml::odd"]
+    assert done.stdout.splitlines()[:2] == ["specs/twice.toml::five", "specs/twice.toml::odd"]
     assert "big" not in done.stdout
 
 
@@ -45,7 +45,7 @@ def test_a_pass_is_reported_and_what_did_not_run_is_said(project):
     assert "1 cases in specs/ are not for this machine" in done.stdout
     found = project.report("out")
     jsonschema.validate(found, report.schema())
-    assert project.statuses("out") == {"odd": "PASSED", "one": "PASSED"}
+    assert project.statuses("out") == {"odd": "PASSED", "five": "PASSED"}
     assert found["context"]["device"] == "sim"
     assert (project.folder / "out" / "report.html").exists()
 
@@ -59,42 +59,42 @@ def test_a_wrong_kernel_is_told_in_plain_words(project, workers):
     assert "first at (4,): got 0, want" in done.stdout
     assert "kdtr gate --spec twice --kernel mine.twice:wrong" in done.stdout
     assert "Traceback" not in done.stdout
-    assert project.statuses("out") == {"odd": "PASSED", "one": "WRONG"}
-    wrong = next(c for c in project.report("out")["cases"] if c["case"] == "one")
+    assert project.statuses("out") == {"odd": "PASSED", "five": "WRONG"}
+    wrong = next(c for c in project.report("out")["cases"] if c["case"] == "five")
     assert wrong["outputs"][0]["first"] == [4]
 
 
 def test_a_declared_refusal_is_neither_passed_nor_failed(project):
-    project.spec("twice", cases='one = { n = 5, sim = true, unsupported = "tiny" }\n')
+    project.spec("twice", cases='five = { n = 5, sim = true, unsupported = "tiny" }\n')
     done = project.pytest("--kernel", "mine.twice:refuses", "--kdtr-report", "out", "-rs")
     assert "1 skipped" in done.stdout
-    assert project.statuses("out") == {"one": "UNSUPPORTED"}
+    assert project.statuses("out") == {"five": "UNSUPPORTED"}
     assert not project.report("out")["totals"]["ok"]
 
 
 def test_a_case_that_kills_its_worker_crashes_alone(project):
     done = project.pytest(*"-n 1 --kernel mine.twice:dies --kdtr-report out".split())
     assert done.returncode == 1
-    assert project.statuses("out") == {"odd": "PASSED", "one": "CRASHED"}
+    assert project.statuses("out") == {"odd": "PASSED", "five": "CRASHED"}
     assert "Fatal Python error: Aborted" in done.stdout
     assert "in dies" in done.stdout
 
 
 def test_a_hang_that_no_signal_reaches_ends_its_worker_alone(project):
     project.write("conftest.py", SHORT)
-    project.spec("twice", cases="one = { n = 5, sim = true, timeout_s = 0.2 }\n" + TWO)
+    project.spec("twice", cases="five = { n = 5, sim = true, timeout_s = 0.2 }\n" + TWO)
     done = project.pytest(*"-n 1 --kernel mine.twice:hangs --kdtr-report out".split())
     assert done.returncode == 1
-    assert project.statuses("out") == {"odd": "PASSED", "one": "TIMEOUT"}
+    assert project.statuses("out") == {"odd": "PASSED", "five": "TIMEOUT"}
     assert "twice.py:" in done.stdout
 
 
 def test_a_hang_without_workers_ends_the_run_with_a_report(project):
     project.write("conftest.py", SHORT)
-    project.spec("twice", cases="one = { n = 5, sim = true, timeout_s = 0.2 }\n" + TWO)
+    project.spec("twice", cases="five = { n = 5, sim = true, timeout_s = 0.2 }\n" + TWO)
     done = project.pytest(*"--kernel mine.twice:hangs --kdtr-report out".split())
     assert done.returncode not in (0, 5)
-    assert project.statuses("out") == {"one": "TIMEOUT"}
+    assert project.statuses("out") == {"five": "TIMEOUT"}
     assert "with -n 1 a new one would go on" in done.stdout
 
 
@@ -107,7 +107,7 @@ def test_a_poisoned_context_costs_the_worker_and_no_neighbour(project):
         judge = run.run_case
         def run_case(spec, case, **options):
             verdict = judge(spec, case, **options)
-            if case.name != "one":
+            if case.name != "five":
                 return verdict
             message = "CUDA_ERROR_ILLEGAL_ADDRESS"
             return replace(verdict, status=report.Status.CRASHED, message=message, lost=True)
@@ -116,13 +116,13 @@ def test_a_poisoned_context_costs_the_worker_and_no_neighbour(project):
     )
     done = project.pytest(*"-n 1 --kdtr-report out".split())
     assert done.returncode == 1
-    assert project.statuses("out") == {"odd": "PASSED", "one": "CRASHED"}
+    assert project.statuses("out") == {"odd": "PASSED", "five": "CRASHED"}
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
 
     alone = project.pytest("--kdtr-report", "out")
     assert alone.returncode == 2
-    assert project.statuses("out") == {"one": "CRASHED"}  # and nothing is said of the other
+    assert project.statuses("out") == {"five": "CRASHED"}  # and nothing is said of the other
     assert "cost the process its GPU; use -n 1" in alone.stdout
 
 

@@ -26,7 +26,7 @@ SPEC = """
     [cases]
 """
 CASES = """
-    one = { n = 5, sim = true }
+    five = { n = 5, sim = true }
     odd = { n = 33, sim = true }
     big = { n = 1000000 }
 """
