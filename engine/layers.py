@@ -329,6 +329,7 @@ def decoder_layer(
     if weights.moe:
         block, delta = moe(f"{name}.moe", h, weights.moe, window, b)
     else:
+        assert weights.mlp is not None  # a layer has the one or the other
         delta = b.view("delta", weights.mlp.down.parts, window.rows, weights.mlp.down.n)
         block = mlp(f"{name}.mlp", h, weights.mlp, delta, b)
     block[-1].shows["mlp"] = delta

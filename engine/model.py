@@ -86,8 +86,9 @@ class Plan:
         if record is not None or SIMULATED:
             for launch in self.launches[launches]:
                 launch.call(stream=stream)
-                for name, array in launch.shows.items() if record is not None else ():
-                    record.setdefault(name, []).append(to_host(array))
+                if record is not None:
+                    for name, array in launch.shows.items():
+                        record.setdefault(name, []).append(to_host(array))
             return
         from cuda.core import LEGACY_DEFAULT_STREAM
 

@@ -169,7 +169,7 @@ def forward_tree(
     longest = max(len(window.tokens) for window in windows.values())
     total = sum(len(window.tokens) for window in windows.values())
     model = Model(weights, config, rows=longest, positions=total)
-    result = {}
+    result: dict[str, Any] = {}
     for name, window in windows.items():
         record: dict[str, list] = {}
         model.forward([window], record=record).check()

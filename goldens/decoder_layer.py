@@ -40,7 +40,9 @@ def inputs(
     }
     unclear = np.arange(rows)
     while not model.is_dense(layer, config):
-        gap = _run(ready, config, layer, made, EXACT).routing.gap
+        routing = _run(ready, config, layer, made, EXACT).routing
+        assert routing is not None  # the layer is not dense
+        gap = routing.gap
         unclear = np.flatnonzero(gap < CLEAR)
         if not unclear.size:
             break

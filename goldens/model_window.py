@@ -20,7 +20,7 @@ def _windows(
     row_start: np.ndarray,
     key_start: np.ndarray,
     prefix: np.ndarray,
-) -> list[dict[str, np.ndarray]]:
+) -> list[dict[str, Any]]:
     """What each request gives goldens.forward.forward."""
     return [
         {
