@@ -19,12 +19,13 @@ import numpy as np
 
 from engine import layers
 from engine.cache import LatentCache
-from engine.device import SIMULATED, cdiv, copy_to_device, empty, to_device, to_host
+from engine.device import SIMULATED, cdiv, copy_to_device, to_device, to_host
 from engine.kernels.argmax import CHUNKS, argmax
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.slot_mapping import slot_mapping
-from engine.layers import Attention, Buffers, Config, Launch, Layer, Matrix, Mlp, Moe, Window
+from engine.layers import Buffers, Config, Launch, Window
+from engine.prepared import Prepared, prepare
 
 
 class ForwardError(RuntimeError):
@@ -121,7 +122,7 @@ class Plan:
 class Model:
     def __init__(
         self,
-        weights: Mapping[str, Any],
+        weights: Mapping[str, Any] | Prepared,
         config: Config,
         *,
         rows: int = 64,
@@ -129,24 +130,21 @@ class Model:
         positions: int | None = None,
         page_size: int = 16,
         pages: int | None = None,
-        only: Sequence[int] | None = None,
     ):
-        """weights: a bundle's tensors by name, in host or device memory. rows: most nodes of a
-        pass, all requests together. positions: longest prefix and window of a request (default:
-        what the config allows, at most 8192). pages: of the cache (default: enough for all).
-        only: load these layers alone, in this order.
+        """weights: a bundle's tensors by name, in host or device memory, or prepared.
+
+        rows: most nodes of a pass, all requests together. positions: longest prefix and window of a
+        request (default: what the config allows, at most 8192). pages: of the cache (default:
+        enough for all).
         """
         self.config = config
         positions = positions or min(config["max_position_embeddings"], 8192)
         self.rows, self.requests, self.words = rows, requests, cdiv(rows, 32)
         max_pages = cdiv(positions, page_size)
-        source = _Source(weights)
-        self.embedding = source.device("model.embed_tokens.weight")
-        self.act = str(self.embedding.dtype)
-        chosen = range(config["num_hidden_layers"]) if only is None else only
-        self.layers = [_layer(source, i, config) for i in chosen]
-        self.final_norm = source.device("model.norm.weight")
-        self.head = source.device("lm_head.weight")
+        if not isinstance(weights, Prepared):
+            weights = prepare(weights, config)
+        self.weights, self.act = weights, weights.act
+        self.layers = weights.layers
         self.cos, self.sin = (to_device(t) for t in rope_tables(config, positions))
         self.cache = LatentCache(
             layers=len(self.layers),
@@ -257,11 +255,11 @@ class Model:
         x, h = b.view("x", rows, hidden), b.activations("h", rows, hidden)
         logits = b.view("logits", rows, config["vocab_size"])
         token = b.view("token", rows, dtype="int32")
-        norms = [layer.input_norm for layer in self.layers] + [self.final_norm]
+        norms = [layer.input_norm for layer in self.layers] + [self.weights.final_norm]
         launches = [
             Launch(
                 "embedding",
-                partial(embedding, tokens, self.embedding, x=x, status=site("embedding")),
+                partial(embedding, tokens, self.weights.embedding, x=x, status=site("embedding")),
                 {"hidden": x},
             ),
             Launch(
@@ -280,7 +278,7 @@ class Model:
                 f"layer{i}", x, h, layer, norms[i + 1], self.cache.layer(i), window, config, b
             )
         launches += [
-            layers.gemm("head", h, self.head, logits, logits=logits),
+            layers.gemm("head", h, self.weights.head, logits, logits=logits),
             Launch(
                 "argmax",
                 partial(
@@ -294,101 +292,6 @@ class Model:
         if len(sites) < count:  # dense layers have no router
             status = status[: len(sites)]
         return Plan(window, tokens, x, logits, token, status, sites, launches)
-
-
-# -- weights -----------------------------------------------------------------------------------
-
-
-class _Source:
-    """A bundle's tensors, in host or device memory, as the launches want them on the device."""
-
-    def __init__(self, tensors: Mapping[str, Any]):
-        self.tensors = tensors
-
-    def device(self, name: str) -> Any:
-        tensor = self.tensors[name]
-        return to_device(tensor) if isinstance(tensor, np.ndarray) else tensor
-
-    def host(self, name: str) -> np.ndarray:
-        tensor = self.tensors[name]
-        return tensor if isinstance(tensor, np.ndarray) else to_host(tensor)
-
-    def stacked(self, names: Sequence[str]) -> Any:
-        """The tensors below each other along their first axis."""
-        shapes = [tuple(self.tensors[name].shape) for name in names]
-        rows = [shape[0] for shape in shapes]
-        out = empty((sum(rows), *shapes[0][1:]), self.tensors[names[0]].dtype)
-        for name, end, count in zip(names, np.cumsum(rows).tolist(), rows, strict=True):
-            copy_to_device(self.host(name), out[end - count : end])
-        return out
-
-    def matrix(self, *names: str) -> Matrix:
-        """The projections `names` as one, below each other; INT4 if the first one is."""
-        if names[0] + ".qw" in self.tensors:
-            qw = self.stacked([name + ".qw" for name in names])
-            sc = self.stacked([name + ".sc" for name in names])
-            return Matrix(qw.shape[0], 8 * qw.shape[1], qw=qw, sc=sc)
-        if len(names) == 1:
-            w = self.device(names[0] + ".weight")
-        else:
-            w = self.stacked([name + ".weight" for name in names])
-        return Matrix(w.shape[0], w.shape[1], w=w)
-
-    def mlp(self, name: str) -> Mlp:
-        return Mlp(
-            self.matrix(f"{name}.gate_proj", f"{name}.up_proj"), self.matrix(f"{name}.down_proj")
-        )
-
-
-def _layer(source: _Source, index: int, config: Config) -> Layer:
-    name = f"model.layers.{index}"
-    dense = index < config["first_k_dense_replace"]
-    return Layer(
-        input_norm=source.device(f"{name}.input_layernorm.weight"),
-        attention=_attention(source, f"{name}.self_attn", config),
-        post_norm=source.device(f"{name}.post_attention_layernorm.weight"),
-        mlp=source.mlp(f"{name}.mlp") if dense else None,
-        moe=None if dense else _moe(source, f"{name}.mlp", config),
-    )
-
-
-def _attention(source: _Source, name: str, config: Config) -> Attention:
-    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
-    nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
-    both = source.host(f"{name}.kv_b_proj.weight").reshape(heads, nope + v, rank)
-    return Attention(
-        qkv=source.matrix(f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa"),
-        q_norm=source.device(f"{name}.q_a_layernorm.weight"),
-        kv_norm=source.device(f"{name}.kv_a_layernorm.weight"),
-        q=source.device(f"{name}.q_b_proj.weight"),
-        absorb=to_device(both[:, :nope].swapaxes(1, 2)),
-        values=to_device(both[:, nope:]),
-        o=source.matrix(f"{name}.o_proj"),
-    )
-
-
-def _moe(source: _Source, name: str, config: Config) -> Moe:
-    experts = [f"{name}.experts.{e}" for e in range(config["n_routed_experts"])]
-    kinds = (".qw", ".sc") if experts[0] + ".gate_proj.qw" in source.tensors else (".weight",)
-    routed = {}
-    for kind in kinds:
-        suffix = "" if kind == ".weight" else kind.replace(".", "_")
-        gate_up = [f"{e}.{which}_proj{kind}" for e in experts for which in ("gate", "up")]
-        down = [f"{e}.down_proj{kind}" for e in experts]
-        for target, names in (("gate_up", gate_up), ("down", down)):
-            stacked = source.stacked(names)
-            routed[target + suffix] = stacked.reshape(
-                len(experts), stacked.shape[0] // len(experts), stacked.shape[1]
-            )
-    return Moe(
-        gate=source.matrix(f"{name}.gate"),
-        bias=source.device(f"{name}.gate.e_score_correction_bias"),
-        routed=routed,
-        shared=source.mlp(f"{name}.shared_experts") if config.get("n_shared_experts", 1) else None,
-        inner=config["moe_intermediate_size"],
-        top_k=config["num_experts_per_tok"],
-        scale=config["routed_scaling_factor"],
-    )
 
 
 # -- rotary position ---------------------------------------------------------------------------

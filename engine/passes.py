@@ -14,6 +14,7 @@ from engine.cache import LatentCache
 from engine.device import cdiv, copy_to_device, to_host
 from engine.layers import Config
 from engine.model import Model, Tree
+from engine.prepared import Prepared, prepare
 
 
 def _scatter(cache: LatentCache, tokens: Sequence[int]) -> None:
@@ -36,13 +37,12 @@ def _fill(model: Model, request: int, prefix: np.ndarray) -> None:
     model.prefix_len[request] = count
 
 
-def prepared(
-    weights: Mapping[str, Any],
+def ready(
+    weights: Mapping[str, Any] | Prepared,
     config: Config,
     trees: Sequence[Tree],
     prefixes: Sequence[np.ndarray],
     page_size: int,
-    only: Sequence[int] | None = None,
 ) -> Model:
     """A model whose requests have these prefixes, ready for these windows."""
     totals = [len(t.tokens) + p.shape[1] for t, p in zip(trees, prefixes, strict=True)]
@@ -53,7 +53,6 @@ def prepared(
         requests=len(trees),
         positions=max(totals),
         page_size=page_size,
-        only=only,
     )
     _scatter(model.cache, totals)
     for request, prefix in enumerate(prefixes):
@@ -88,7 +87,7 @@ def window_logits(
     rows = [slice(row_start[r], row_start[r + 1]) for r in requests]
     keys = [slice(key_start[r], key_start[r + 1]) for r in requests]
     trees = [Tree(tokens[part].tolist(), parents[part].tolist()) for part in rows]
-    model = prepared(weights, config, trees, [prefix[:, k] for k in keys], page_size)
+    model = ready(weights, config, trees, [prefix[:, k] for k in keys], page_size)
     plan = model.forward(trees)
     plan.check()
     copy_to_device(to_host(plan.logits), logits)
@@ -117,20 +116,36 @@ def layer_output(
     [rows, rank + rope]: what the window adds to the cache; attention, mlp [rows, hidden] fp32: what
     the two blocks add to the stream.
     """
+    run_layer(
+        prepare(weights, config, only=[layer]), config, x, parents, prefix, page_size,
+        {"y": y, "latent": latent, "attention": attention, "mlp": mlp},
+    )  # fmt: skip
+
+
+def run_layer(
+    weights: Prepared,
+    config: Config,
+    x: Any,
+    parents: Any,
+    prefix: Any,
+    page_size: int,
+    outputs: Mapping[str, Any],
+) -> None:
+    """`layer_output` for the one layer of `weights`; outputs: y, latent, attention, mlp."""
     parents, prefix = to_host(parents), to_host(prefix)
     tree = Tree([0] * len(parents), parents.tolist())
-    model = prepared(weights, config, [tree], [prefix[None]], page_size, only=[layer])
+    model = ready(weights, config, [tree], [prefix[None]], page_size)
     plan = model.prepare([tree])
     start = [launch.name for launch in plan.launches].index("slot_mapping")
     copy_to_device(to_host(x), plan.x)
     record: dict[str, list] = {}
     plan.run(record=record, launches=slice(start, -2))  # the head and argmax are not the layer's
     plan.check()
-    copy_to_device(to_host(plan.x), y)
+    copy_to_device(to_host(plan.x), outputs["y"])
     slots = model.cache.slots(0, len(prefix) + len(parents))[len(prefix) :]
-    copy_to_device(to_host(model.cache.layer(0))[slots], latent)
-    for name, out in (("attention", attention), ("mlp", mlp)):
-        copy_to_device(_summed(record[name][0]), out)
+    copy_to_device(to_host(model.cache.layer(0))[slots], outputs["latent"])
+    for name in ("attention", "mlp"):
+        copy_to_device(_summed(record[name][0]), outputs[name])
 
 
 def greedy_tokens(

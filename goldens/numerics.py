@@ -203,9 +203,10 @@ def dequantise(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     rows, columns = q.shape
     if scale.shape[0] != rows or columns % scale.shape[1]:
         raise ValueError(f"dequantise: scales {scale.shape} do not divide weights {q.shape}")
-    grouped = q.reshape(rows, scale.shape[1], -1).astype(np.float64)
-    product = grouped * scale.astype(np.float64)[..., None]
-    return round_to(product, BF16).reshape(rows, columns)
+    grouped = q.reshape(rows, scale.shape[1], -1).astype(np.float32)
+    with np.errstate(over="ignore"):
+        product = grouped * scale.astype(np.float32)[..., None]  # 12 bits: exact in float32 too
+    return product.astype(BF16).reshape(rows, columns)
 
 
 def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:

@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.device import copy_to_device, to_host
 from engine.model import Model, Tree
-from engine.passes import prepared
+from engine.passes import ready
 
 
 def model_paths(
@@ -17,7 +17,7 @@ def model_paths(
     rows, keys = len(tokens), prefix.shape[1]
     paths = [_path(tree.parents, node) for node in range(rows)]
 
-    model = prepared(weights, config, [tree], [prefix], page_size)
+    model = ready(weights, config, [tree], [prefix], page_size)
     whole = _pass(model, [tree], 0)
     copy_to_device(to_host(model.plan(rows, 1).logits), logits)
     unlike = np.zeros(rows, np.int64)
@@ -26,14 +26,14 @@ def model_paths(
     order = _another_order(tree.parents)
     again = Tree([tree.tokens[i] for i in order], [_index(order, tree.parents[i]) for i in order])
     other = Tree.chain(tree.tokens[:2])
-    three = prepared(
+    three = ready(
         weights, config, [other, again, other], [prefix[:, :0], prefix, prefix], page_size
     )
     unlike[order] += (_pass(three, [other, again, other], 1) != whole[order]).sum(-1)
 
     # Every path alone, one token a pass.
     chain = [Tree([0] * max(map(len, paths)), range(-1, max(map(len, paths)) - 1))]
-    model = prepared(weights, config, chain, [prefix], page_size)
+    model = ready(weights, config, chain, [prefix], page_size)
     for node, path in enumerate(paths):
         model.prefix_len[0] = keys
         for step in path:
