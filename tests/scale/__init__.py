@@ -1,0 +1,1 @@
+"""Real shapes: launchers of specs and measurements that need a large GPU."""
