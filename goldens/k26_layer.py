@@ -74,7 +74,22 @@ def inputs(
     """The router's bias leaves no choice of experts to a rounding. Nothing may depend on
     page_size."""
     config = config_of(hidden)
-    inner, experts = config["moe_intermediate_size"], config["n_routed_experts"]
+    made = layer_inputs(rng, rows, keys, config, word_bases, scale_bases, pattern)
+    made["bias"] = _clear_bias(rng, made, config)
+    return made
+
+
+def layer_inputs(
+    rng: Stream,
+    rows: int,
+    keys: int,
+    config: Mapping[str, Any],
+    word_bases: int,
+    scale_bases: int,
+    pattern: str,
+) -> dict[str, np.ndarray]:
+    """All of `inputs`, with a bias of zero."""
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
 
     def words(count: int, columns: int) -> np.ndarray:
         raw = rng.raw((word_bases, count, columns // 16)).view(np.int32)
@@ -85,7 +100,8 @@ def inputs(
         unit = 0.2 / columns**0.5  # codes have a standard deviation of 4.6
         return round_to(unit * (1 + 0.5 * rng.uniform(shape)), BF16)
 
-    made = attention_inputs(rng, rows, keys, config, pattern) | {
+    experts = config["n_routed_experts"]
+    return attention_inputs(rng, rows, keys, config, pattern) | {
         "gate": matrix(rng, experts, hidden),
         "bias": np.zeros(experts, np.float32),
         "gate_up_qw": words(2 * inner, hidden),
@@ -95,8 +111,6 @@ def inputs(
         "shared_gate_up": matrix(rng, 2 * inner, hidden),
         "shared_down": matrix(rng, hidden, inner),
     }
-    made["bias"] = _clear_bias(rng, made, config)
-    return made
 
 
 def _clear_bias(rng: Stream, made: Mapping[str, np.ndarray], config: dict) -> np.ndarray:

@@ -1,0 +1,145 @@
+"""Time of one K2.6 MoE layer on this GPU, launch by launch, beside the floors of the same run.
+
+    python -m tests.scale.bench_layer [--nodes 1 16 64] [--prefix 4096]
+
+The layer runs as it does in a model, as one CUDA graph. A launch's time is that of the graph up to
+and including it, less that of the graph before it; every replay first overwrites a buffer larger
+than the L2 cache. Floors: the bytes that a launch must read over the copy bandwidth measured here,
+or its operations over MATRIX_TFLOPS where those take longer. Needs 24 GB of device memory.
+"""
+
+import argparse
+
+import numpy as np
+from numba import cuda
+
+from engine.device import copy_to_device, empty, kernel, ptr, to_device, u32
+from engine.device import cuda as device_cuda
+from engine.model import Plan, Tree
+from engine.passes import ready
+from goldens.k26_layer import config_of, layer_inputs
+from goldens.numerics import Stream
+from tests.scale.k26_layer import prepared
+
+MATRIX_TFLOPS = 790.0  # bf16, dense, as measured on an H200 by 8192^3 GEMMs
+FLUSH_BYTES = 128 << 20
+REPLAYS = 30
+
+
+@kernel(threads=256, registers=16)
+def _overwrite(
+    words: ptr[u32],
+    value: u32,
+):
+    at = u32(u32(device_cuda.blockIdx.x) * u32(256)) + u32(device_cuda.threadIdx.x)
+    words[u32(at)] = value
+
+
+def graph_time_us(launches, flush) -> float:
+    """Median over replays of a graph of a flush and these launches."""
+    from cuda.core import LEGACY_DEFAULT_STREAM, Device
+
+    builder = Device().create_graph_builder()
+    builder.begin_building()
+    _overwrite.launch(FLUSH_BYTES // 1024, flush, 7, stream=builder)
+    for launch in launches:
+        launch.call(stream=builder)
+    graph = builder.end_building().complete()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = cuda.event(), cuda.event()
+        start.record()
+        graph.launch(LEGACY_DEFAULT_STREAM)
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return float(np.median(times))
+
+
+def copy_bytes_per_us() -> float:
+    """Bytes read and written by a copy within the device, per microsecond."""
+    size = 1 << 30
+    a, b = empty((size,), "uint8"), empty((size,), "uint8")
+    times = []
+    for _ in range(10):
+        start, end = cuda.event(), cuda.event()
+        start.record()
+        b.copy_to_device(a)
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return 2 * size / min(times)
+
+
+def floors_us(config: dict, nodes: int, keys: int, hit: int, rate: float) -> dict[str, float]:
+    """By launch: what reading its weights (and cache) once takes, or its operations."""
+    hidden, heads, rank, q_rank = (
+        config[n] for n in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    nope, turned, v, inner = (
+        config[n]
+        for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size")
+    )
+    numbers = {
+        "mla.qkv": (q_rank + rank + turned) * hidden,
+        "mla.q": heads * (nope + turned) * q_rank,
+        "mla.absorb": heads * nope * rank,
+        "mla.values": heads * v * rank,
+        "mla.o": hidden * heads * v,
+        "moe.gate": config["n_routed_experts"] * hidden,
+        "moe.shared.gate_up": 2 * inner * hidden,
+        "moe.shared.down": inner * hidden,
+    }
+    floors = {
+        name: max(2 * count / rate, 2 * nodes * count / MATRIX_TFLOPS / 1e6)
+        for name, count in numbers.items()
+    }
+    operations = 2 * heads * nodes * (2 * rank + turned) * (keys + nodes)
+    read = 2 * (keys + nodes) * (rank + turned)
+    floors["mla.attention"] = max(read / rate, operations / MATRIX_TFLOPS / 1e6)
+    floors["moe.experts"] = hit * 3 * inner * hidden * (0.5 + 2 / 32) / rate
+    return floors
+
+
+def measure(nodes: int, keys: int, rate: float) -> None:
+    config = config_of(7168)
+    given = layer_inputs(Stream("bench_layer"), nodes, min(keys, 64), config, 5, 7, "random")
+    tree = Tree([0] * nodes, given["parents"].tolist())
+    weights = prepared({n: to_device(a) for n, a in given.items()}, config)
+    prefix = np.resize(given["prefix"], (1, keys, given["prefix"].shape[1]))
+    model = ready(weights, config, [tree], [prefix], 64)
+    plan: Plan = model.prepare([tree])
+    copy_to_device(given["x"], plan.x)
+    names = [launch.name for launch in plan.launches]
+    first = names.index("layer0.mla.qkv")
+    record: dict[str, list] = {}
+    plan.run(record=record, launches=slice(1, None))
+    plan.check()
+    hit = len(np.unique(record["router_index"][0]))
+    floors = floors_us(config, nodes, keys, hit, rate)
+    layer = plan.launches[first:-2]
+    flush = empty((FLUSH_BYTES // 4,), "uint32")
+    before = base = graph_time_us([], flush)
+    print(f"\nT = {nodes}, P = {keys}, {hit} experts hit, copy {rate / 1e6:.2f} TB/s")
+    for count, launch in enumerate(layer, 1):
+        after = graph_time_us(layer[:count], flush)
+        floor = floors.get(launch.name.removeprefix("layer0."))
+        beside = "" if floor is None else f"{floor:9.1f} floor"
+        print(f"{launch.name:32s}{after - before:9.1f} us{beside}")
+        before = after
+    total, floor = before - base, sum(floors.values())
+    print(f"{'layer':32s}{total:9.1f} us{floor:9.1f} floor, {total / floor:.2f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prefix", type=int, default=4096)
+    asked = parser.parse_args()
+    rate = copy_bytes_per_us()
+    for nodes in asked.nodes:
+        measure(nodes, asked.prefix, rate)
+
+
+if __name__ == "__main__":
+    main()
