@@ -5,7 +5,8 @@ tokens waste little. A block computes `rows` weight rows x `tokens` tokens: 128 
 per stage through a ring of cp.async buffers, swizzled so that ldmatrix meets no bank conflict.
 
 One order of K for every launch. A stage is four groups of 32 columns and warp g of four takes group
-g of every stage, ascending; the four sums are added in ascending g. Where N alone gives too few
+g of every stage, ascending; the four sums are added in ascending g. (A K of one stage is summed by
+one warp, ascending, and the warps share the tile among them.) Where N alone gives too few
 blocks to fill the GPU, `parts(n, k)` ranges of K go to separate blocks and stay separate in
 y [parts, m, n] fp32: the kernel that reads y adds them in ascending order. All of this follows from
 (n, k); a token is one column of an mma, so its bits depend on no other token and not on its index.
@@ -49,7 +50,8 @@ from engine.ptx import (
 )
 from engine.ptx import bits_to_f32 as as_f32
 
-THREADS = 256  # 4 groups of K x 2 halves of the rows
+THREADS = 256
+WARPS = THREADS // 32
 STAGE_K = 128  # 256 bytes of a row: 16 chunks of 16 bytes
 ROW_BYTES = 2 * STAGE_K
 TOKENS = (8, 16, 32, 64)
@@ -57,19 +59,23 @@ SMS = 132  # what `parts` aims at; a constant, so that bits do not follow the GP
 
 
 @family(
-    *({"rows": 64, "tokens": t, "ring": 2} for t in TOKENS),
-    *({"rows": 64, "tokens": t, "ring": 4} for t in TOKENS[:-1]),
-    {"rows": 64, "tokens": 64, "ring": 3},
-    {"rows": 96, "tokens": 64, "ring": 4},
+    {"rows": 128, "tokens": 8, "ring": 2, "groups": 1},
+    *({"rows": 64, "tokens": t, "ring": 2, "groups": 1} for t in TOKENS[1:]),
+    *({"rows": 64, "tokens": t, "ring": 4, "groups": 4} for t in TOKENS[:-1]),
+    {"rows": 64, "tokens": 64, "ring": 3, "groups": 4},
+    {"rows": 96, "tokens": 64, "ring": 4, "groups": 4},
 )
-def _gemm_bf16(*, rows: int, tokens: int, ring: int):
-    ROW_TILES, TOKEN_TILES = rows // 32, tokens // 8  # per warp
+def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
+    # Warps along K, tokens and rows; with one group, few rows or tokens are left to each of eight.
+    ALONG_TOKENS = 1 if groups == 4 else {8: 1, 16: 2, 32: 2, 64: 4}[tokens]
+    ALONG_ROWS = WARPS // groups // ALONG_TOKENS
+    ROW_TILES, TOKEN_TILES = rows // (16 * ALONG_ROWS), tokens // (8 * ALONG_TOKENS)  # of a warp
     STAGE_BYTES = (rows + tokens) * ROW_BYTES
     X_BYTES = rows * ROW_BYTES  # x lies behind w in a stage
     PITCH = tokens if tokens == 8 else tokens + 8  # words; 8 mod 32 keeps the stores apart
     PLANE = rows * PITCH  # the sums of one group of K
     QUADS = rows * tokens // 4
-    SHARED = max(ring * STAGE_BYTES, 16 * PLANE)
+    SHARED = max((ring if groups == 4 else 1) * STAGE_BYTES, 4 * groups * PLANE)
     zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
     mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     wait_for_stage, wait_for_all = cp_async_wait(ring - 2), cp_async_wait(0)
@@ -118,8 +124,10 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         thread = u32(cuda.threadIdx.x)
         lane = u32(thread & u32(31))
-        group = u32(u32(thread >> u32(5)) & u32(3))
-        half = u32(thread >> u32(7))
+        group = u32(u32(thread >> u32(5)) % u32(groups))
+        place = u32(u32(thread >> u32(5)) // u32(groups))
+        warp_row = u32(u32(place % u32(ALONG_ROWS)) * u32(16 * ROW_TILES))
+        warp_token = u32(u32(place // u32(ALONG_ROWS)) * u32(8 * TOKEN_TILES))
         first_token = u32(u32(cuda.blockIdx.x) * u32(tokens))
         first_row = u32(u32(cuda.blockIdx.y) * u32(rows))
         member = u32(u32(cuda.blockIdx.z) % batch)
@@ -145,14 +153,14 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
         into = u32(u32(copy_row * u32(ROW_BYTES)) + u32(swizzled * u32(16)))
 
         # Fragments: lanes 0..15 address the rows of A, lanes 16..31 the same rows 8 columns on.
-        a_row = u32(u32(half * u32(16 * ROW_TILES)) + u32(lane & u32(15)))
+        a_row = u32(warp_row + u32(lane & u32(15)))
         a_chunk = u32(u32(group * u32(4)) + u32(lane >> u32(4)))
         a_swizzle = u32(a_row & u32(7))
         if TOKEN_TILES == 1:  # one ldmatrix.x4 is 8 tokens x 32 columns
-            b_row = u32(lane & u32(7))
+            b_row = u32(warp_token + u32(lane & u32(7)))
             b_chunk = u32(u32(group * u32(4)) + u32(lane >> u32(3)))
         else:  # 16 tokens x 16 columns
-            b_row = u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) * u32(8)))
+            b_row = u32(warp_token + u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) * u32(8))))
             b_chunk = u32(u32(group * u32(4)) + u32(u32(lane >> u32(3)) & u32(1)))
         b_swizzle = u32(b_row & u32(7))
 
@@ -178,15 +186,16 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
                 here = u32(shared + u32(use * u32(STAGE_BYTES)))
                 a_from = u32(here + u32(a_row * u32(ROW_BYTES)))
                 b_from = u32(here + u32(b_row * u32(ROW_BYTES)) + u32(X_BYTES))
-                if TOKEN_TILES == 1:
-                    both = ldmatrix_x4(u32(b_from + u32(u32(b_chunk ^ b_swizzle) * u32(16))))
-                for step in static_range(2):  # 16 columns each
+                for step in static_range(8 // groups):  # 16 columns each
+                    if TOKEN_TILES == 1 and step % 2 == 0:
+                        at = u32(u32(u32(b_chunk + u32(2 * step)) ^ b_swizzle) * u32(16))
+                        both = ldmatrix_x4(u32(b_from + at))
                     at = u32(u32(u32(a_chunk + u32(2 * step)) ^ a_swizzle) * u32(16))
                     a = ldmatrix_x4(u32(a_from + at))
                     for i in static_range(1, ROW_TILES):
                         a = a + ldmatrix_x4(u32(a_from + at + u32(16 * i * ROW_BYTES)))
                     if TOKEN_TILES == 1:
-                        b = both[2 * step : 2 * step + 2]
+                        b = both[2 * (step % 2) : 2 * (step % 2) + 2]
                     else:
                         at = u32(u32(u32(b_chunk + u32(2 * step)) ^ b_swizzle) * u32(16))
                         b = ldmatrix_x4(u32(b_from + at))
@@ -195,11 +204,11 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
                     sums = mma(sums, a, b)
             turn = u32(turn + u32(1))
 
-        # The four groups of K meet in shared memory, [group][row][token].
+        # The groups of K meet in shared memory, [group][row][token].
         wait_for_all()
         cuda.syncthreads()
-        row = u32(u32(half * u32(16 * ROW_TILES)) + u32(lane >> u32(2)))
-        column = u32(u32(lane & u32(3)) * u32(2))
+        row = u32(warp_row + u32(lane >> u32(2)))
+        column = u32(warp_token + u32(u32(lane & u32(3)) * u32(2)))
         into = u32(u32(u32(group * u32(PLANE)) + u32(row * u32(PITCH))) + column)
         into = u32(shared + u32(into * u32(4)))
         for i in static_range(ROW_TILES):
@@ -219,15 +228,18 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int):
             token = u32(u32(quad // u32(rows)) * u32(4))
             source = u32(shared + u32(u32(u32(row * u32(PITCH)) + token) * u32(4)))
             first = load_shared_v4(source)
-            second = load_shared_v4(u32(source + u32(4 * PLANE)))
-            third = load_shared_v4(u32(source + u32(8 * PLANE)))
-            fourth = load_shared_v4(u32(source + u32(12 * PLANE)))
+            if groups == 4:
+                second = load_shared_v4(u32(source + u32(4 * PLANE)))
+                third = load_shared_v4(u32(source + u32(8 * PLANE)))
+                fourth = load_shared_v4(u32(source + u32(12 * PLANE)))
             row = u32(first_row + row)
             token = u32(first_token + token)
             for i in static_range(4):
                 if row < n and u32(token + u32(i)) < m:
-                    total = f32(as_f32(first[i]) + as_f32(second[i]))
-                    total = f32(f32(total + as_f32(third[i])) + as_f32(fourth[i]))
+                    total = as_f32(first[i])
+                    if groups == 4:
+                        total = f32(total + as_f32(second[i]))
+                        total = f32(f32(total + as_f32(third[i])) + as_f32(fourth[i]))
                     at = u64(y_member + u64(token_step * u64(u32(token + u32(i)))) + u64(row))
                     if y_is_f32 != u32(0):
                         store_global_u32(address(y, u64(at * u64(2))), f32_to_bits(total))
@@ -247,17 +259,17 @@ def parts(n: int, k: int) -> int:
 
 
 def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
-    """Constants of the specialisation: n, m, products of [n, k] in all and stages of each. No bit
-    of the result depends on them."""
+    """Constants of the specialisation: n, m, products of [n, k] in all and stages of each. `groups`
+    follows from the stages; no bit of the result depends on the others."""
     tokens = next((t for t in TOKENS if m <= t), TOKENS[-1])
     if stages == 1:
-        return {"rows": 64, "tokens": tokens, "ring": 2}
+        return {"rows": 128 if tokens == 8 else 64, "tokens": tokens, "ring": 2, "groups": 1}
     if tokens < 64:
-        return {"rows": 64, "tokens": tokens, "ring": 4}
+        return {"rows": 64, "tokens": tokens, "ring": 4, "groups": 4}
     one_wave = cdiv(n, 96) * blocks <= SMS < cdiv(n, 64) * blocks
     if one_wave and m <= tokens:
-        return {"rows": 96, "tokens": tokens, "ring": 4}
-    return {"rows": 64, "tokens": tokens, "ring": 3}  # two blocks fit an SM
+        return {"rows": 96, "tokens": tokens, "ring": 4, "groups": 4}
+    return {"rows": 64, "tokens": tokens, "ring": 3, "groups": 4}  # two blocks fit an SM
 
 
 def gemm_bf16(x, w, *, y, stream=None) -> None:
