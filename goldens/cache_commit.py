@@ -103,3 +103,9 @@ def reference(
             cache[:, target] = before[:, source]
             new[r] = prefix + count
     return {"cache": cache, "new_prefix_len": new, "status": status}
+
+
+def work(*, accepted_counts: np.ndarray, cache: np.ndarray) -> dict[str, int]:
+    """Bytes: each accepted row is read once and written once, in every layer."""
+    layers, _, width = cache.shape
+    return {"bytes": 2 * int(accepted_counts.sum()) * layers * width * cache.dtype.itemsize}

@@ -64,3 +64,13 @@ def reference(
     out, magnitude = y.astype(np.float64), np.abs(y.astype(np.float64))
     out[..., : w.shape[-2]], magnitude[..., : w.shape[-2]] = product, size
     return {"y": out, "y.magnitude": magnitude}
+
+
+def work(*, x: np.ndarray, w: np.ndarray) -> dict[str, int]:
+    """Bytes of x, w and y once, as 16-bit values, and 2 m n k operations a matrix."""
+    batch, n, k = (1, *w.shape) if w.ndim == 2 else w.shape
+    rows = len(x)
+    return {
+        "bytes": 2 * batch * (rows * k + n * k + rows * n),
+        "flops": 2 * batch * rows * n * k,
+    }

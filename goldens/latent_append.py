@@ -87,3 +87,15 @@ def reference(
         "cache.magnitude": magnitude,
         "status": np.where(~placed, NO_SUCH_POSITION, np.where(mapped, 0, NO_SUCH_SLOT)),
     }
+
+
+def work(
+    *, qkv: np.ndarray, q_weight: np.ndarray, kv_weight: np.ndarray, cos: np.ndarray
+) -> dict[str, int]:
+    """Bytes: the projections and the weights once, a table row for each of cos and sin a token,
+    the normed queries and the cache rows written."""
+    rows = qkv.shape[1]
+    item = q_weight.dtype.itemsize
+    written = rows * (len(q_weight) + len(kv_weight) + 2 * cos.shape[1]) * item
+    tables = 2 * rows * cos.shape[1] * cos.dtype.itemsize
+    return {"bytes": qkv.nbytes + q_weight.nbytes + kv_weight.nbytes + tables + written}

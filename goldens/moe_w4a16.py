@@ -147,3 +147,23 @@ def combine(
         np.add.at(size, rows, np.abs(w) * (np.abs(a) @ np.abs(down).T))
     magnitude = np.sqrt(variance) + np.sqrt(down.shape[1]) * unit * size
     return {"y": y, "y.magnitude": magnitude}
+
+
+def work(
+    *,
+    x: np.ndarray,
+    experts: np.ndarray,
+    gate_up_qw: np.ndarray,
+    gate_up_sc: np.ndarray,
+    down_qw: np.ndarray,
+    down_sc: np.ndarray,
+) -> dict[str, int]:
+    """Bytes of the weights of the experts that are hit, of x and of y; 2 operations a weight and
+    choice."""
+    chosen = experts[(experts >= 0) & (experts < len(gate_up_qw))]
+    of_one = sum(a[0].nbytes for a in (gate_up_qw, gate_up_sc, down_qw, down_sc))
+    weights = 8 * (gate_up_qw[0].size + down_qw[0].size)
+    return {
+        "bytes": len(np.unique(chosen)) * of_one + x.nbytes + 4 * x.size,
+        "flops": 2 * weights * chosen.size,
+    }

@@ -176,3 +176,26 @@ def reference(
         factor = u32 * (np.sqrt(width) * size + 4 + np.sqrt(len(seen)))
         magnitude[row] = u_act * np.sqrt(p**2 @ v**2) + factor[:, None] * (p @ np.abs(v))
     return {"o": out, "o.magnitude": magnitude}
+
+
+def work(
+    *,
+    q: np.ndarray,
+    page_table: np.ndarray,
+    row_start: np.ndarray,
+    prefix_len: np.ndarray,
+    ancestors: np.ndarray,
+    page_size: int,
+) -> dict[str, int]:
+    """Bytes of the keys that anybody sees, of q and of o; 2 (width + rank) operations a row, head
+    and key."""
+    _, heads, width = q.shape
+    rank = 1 << (width - 1).bit_length() - 1
+    seen = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
+    pairs = sum(len(keys) for keys in seen)
+    keys = len(set().union(*(set(map(int, each)) for each in seen)))
+    item = q.dtype.itemsize
+    return {
+        "bytes": keys * width * item + q.nbytes + q.shape[0] * heads * rank * item,
+        "flops": 2 * pairs * heads * (width + rank),
+    }

@@ -50,3 +50,9 @@ def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.
     y = [a @ w.astype(np.float64).T for w in parts]
     size = [np.abs(a) @ np.abs(w.astype(np.float64)).T for w in parts]
     return {"y": np.concatenate(y, axis=1), "y.magnitude": np.concatenate(size, axis=1)}
+
+
+def work(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, int]:
+    """Bytes of x, the packed weights, the scales and y once, and 2 m n k operations."""
+    (rows, k), n = x.shape, len(qw)
+    return {"bytes": x.nbytes + qw.nbytes + sc.nbytes + 2 * rows * n, "flops": 2 * rows * n * k}
