@@ -47,10 +47,12 @@ def inputs(
     lengths, counts = _integers(prefixes, requests), _integers(nodes, requests)
     row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     page_table = rng.choice(HOSTILE, (requests, max_pages)).astype(np.int32)
+    dtype = np.dtype(dtype)
     free = rng.permutation(slots // page_size)
-    cache = np.full((slots, width), np.nan)
-    ancestors = np.zeros((rows, words), np.uint32)
-    ancestors[:, :] = rng.integers(0, 2**32, (rows, words))  # bits that no node may look at
+    far = free * page_size * width * dtype.itemsize >= 2**32  # bytes: these pages come first
+    free = np.concatenate([free[far], free[~far]])
+    cache = np.full((slots, width), np.nan, dtype)
+    ancestors = rng.integers(0, 2**32, (rows, words)).astype(np.uint32)  # above a node: noise
     q = rng.bell((rows, heads, width))
     for r in range(requests):
         total = lengths[r] + counts[r]
@@ -58,10 +60,10 @@ def inputs(
         page_table[r, :used], free = free[:used], free[used:]
         places = np.arange(total)
         slot = page_table[r, places // page_size] * page_size + places % page_size
-        cache[slot] = _keys(rng, values, lengths[r], counts[r], width)
+        cache[slot] = round_to(_keys(rng, values, lengths[r], counts[r], width), dtype)
         for n, parent in enumerate(_parents(rng, tree, counts[r])):
             own = _bits(ancestors[row_start[r] + parent], words) if n else np.zeros(32 * words)
-            own = np.where(np.arange(32 * words) < n, own, 0)
+            own = np.where(np.arange(32 * words) <= parent, own, 0)
             own[n] = 1
             row = row_start[r] + n
             above = _bits(ancestors[row], words) * (np.arange(32 * words) > n)
@@ -70,14 +72,14 @@ def inputs(
             if values == "one_hot":
                 seen = np.concatenate([np.arange(lengths[r]), lengths[r] + np.flatnonzero(own)])
                 target = cache[slot[rng.choice(seen, heads)]]
-                q[row] = 512 * np.sign(target)
+                q[row] = 512 * np.sign(target.astype(np.float64))
     if values == "uniform":
         q[:] = 0
     elif values != "one_hot":
         q *= 0.5
     return {
-        "q": round_to(q, np.dtype(dtype)),
-        "cache": round_to(cache, np.dtype(dtype)),
+        "q": round_to(q, dtype),
+        "cache": cache,
         "page_table": page_table,
         "row_start": row_start,
         "prefix_len": np.array(lengths, np.int32),
