@@ -2,7 +2,7 @@
 
 Inputs and integer outputs are kept by sha256, because raw bit-generator integers and exact scaling
 make them the same everywhere. Float outputs have a fingerprint, because float64 sums depend on the
-order in which a BLAS takes them: 313 cases moved by less than DRIFT between numpy 2.1.3, 2.3.5 and
+order in which a BLAS takes them: 484 cases moved by less than DRIFT between numpy 2.1.3, 2.3.5 and
 2.4.6 and between one thread and two.
 """
 
