@@ -354,7 +354,10 @@ def measure(chosen: list[str], root: Path, report: Path) -> tuple[list[Row], int
             "--rootdir", str(root), "--benchmark-json", str(report / "pytest-benchmark.json"),
             "--benchmark-columns=median,iqr,rounds", "--benchmark-warmup=off",
         ]  # fmt: skip
-        code = subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        try:
+            code = subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        except KeyboardInterrupt:
+            code = 130  # what was timed is in the file; the cases without a time fail
         lines = out.read_text().splitlines() if out.exists() else []
     return [Row(**json.loads(line)) for line in lines], code
 
