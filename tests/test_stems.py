@@ -26,10 +26,7 @@ def belongs(stem: str, to: str) -> bool:
 def test_a_kernel_spec_names_the_oracle_and_the_kernel_of_its_stem(stem, spec):
     if spec.get("stage") == "kernel":
         assert belongs(stem, spec["reference"].removeprefix("goldens."))
-        module, _, function = spec["kernel"].partition(":")
-        module = module.removeprefix("engine.kernels.").removeprefix("tests.strict.")
-        assert belongs(stem, module)
-        assert belongs(stem, function)
+        assert belongs(stem, spec["kernel"].partition(":")[2])  # a file may hold two launchers
 
 
 def test_every_kernel_file_has_a_spec():
