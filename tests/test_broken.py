@@ -74,6 +74,24 @@ def test_the_specs_of_the_engine_see_the_same(name, fault, status, tmp_path):
     assert verdict.status is status, report.failure_text(verdict)
 
 
+def test_the_tree_attention_of_the_engine_with_a_sibling_leak_is_seen(tmp_path, monkeypatch):
+    loaded = spec.load(SPECS.parents[2] / "specs" / "tree_verify_mla.toml")
+    (mutant,) = (m for m in loaded.mutants if m.name == "siblings_leak_by_slot_order")
+    module, _, function = loaded.kernel.partition(":")
+    source = Path(importlib.import_module(module).__file__).read_text()
+    assert source.count(mutant.find) == 1
+    (tmp_path / "leaking_kernel.py").write_text(source.replace(mutant.find, mutant.replace))
+    monkeypatch.syspath_prepend(tmp_path)
+    verdict = run.run_case(
+        loaded,
+        loaded.cases["siblings_loud"],
+        kernel=f"leaking_kernel:{function}",
+        cache_dir=tmp_path,
+    )
+    assert verdict.status is Status.WRONG, report.failure_text(verdict)
+    assert verdict.headroom > 100
+
+
 def test_all_ten_are_here():
     faults = {
         (n, f)
