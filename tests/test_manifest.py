@@ -12,6 +12,12 @@ from harness.report import Fault
 INTEGER = ('dtype = "float32", match = { ulp = 1 }', 'dtype = "int8", match = "exact"')
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """As one process sees it, though these tests may run in a worker."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 @pytest.fixture
 def load(tmp_path):
     """load((old, new), ...) reads the scale spec with text replaced."""
