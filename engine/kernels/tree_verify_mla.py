@@ -71,7 +71,7 @@ from engine.ptx import (
 TILE = 64  # keys
 MAX_SPLITS = 16
 SPLIT_TILES = 8  # a range has at least as many tiles, unless it is the only one
-MAX_NODES = 256
+MAX_NODES = 288  # a budget of 256 and the root need nine words of mask
 FULL = 0xFFFFFFFF
 NO_MAXIMUM = float("-inf")
 NO_SLOT = 0xFFFFFFFF
