@@ -47,11 +47,11 @@ def inputs(
     lengths, counts = _integers(prefixes, requests), _integers(nodes, requests)
     row_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     page_table = rng.choice(HOSTILE, (requests, max_pages)).astype(np.int32)
-    dtype = np.dtype(dtype)
+    kind = np.dtype(dtype)
     free = rng.permutation(slots // page_size)
-    far = free * page_size * width * dtype.itemsize >= 2**32  # bytes: these pages come first
+    far = free * page_size * width * kind.itemsize >= 2**32  # bytes: these pages come first
     free = np.concatenate([free[far], free[~far]])
-    cache = np.full((slots, width), np.nan, dtype)
+    cache = np.full((slots, width), np.nan, kind)
     ancestors = rng.integers(0, 2**32, (rows, words)).astype(np.uint32)  # above a node: noise
     q = rng.bell((rows, heads, width))
     for r in range(requests):
@@ -60,7 +60,7 @@ def inputs(
         page_table[r, :used], free = free[:used], free[used:]
         places = np.arange(total)
         slot = page_table[r, places // page_size] * page_size + places % page_size
-        cache[slot] = round_to(_keys(rng, values, lengths[r], counts[r], width), dtype)
+        cache[slot] = round_to(_keys(rng, values, lengths[r], counts[r], width), kind)
         for n, parent in enumerate(_parents(rng, tree, counts[r])):
             own = _bits(ancestors[row_start[r] + parent], words) if n else np.zeros(32 * words)
             own = np.where(np.arange(32 * words) <= parent, own, 0)
@@ -78,7 +78,7 @@ def inputs(
     elif values != "one_hot":
         q *= 0.5
     return {
-        "q": round_to(q, dtype),
+        "q": round_to(q, kind),
         "cache": cache,
         "page_table": page_table,
         "row_start": row_start,
