@@ -7,6 +7,7 @@ magnitude of rounding; choice of experts and greedy tokens are equal.
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -496,13 +497,14 @@ def test_the_int4_model_comes_from_the_float32_model():
 
 
 def test_a_token_takes_less_than_50_ms_and_an_import_less_than_2_s():
-    """Measured on 2 shared cores: 4 ms a token, 0.5 s for the import and all weights."""
-    start = time.monotonic()
+    """Of processor time, so that a busy machine is no failure. Measured on a shared core: 4 ms a
+    token, 0.5 s for the import and the sample's weights."""
+    before = os.times().children_user
     program = "from goldens import bundles; bundles.weights('k26_sample')('lm_head')"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=bundles.PINNED.parents[1])
-    assert time.monotonic() - start < 2
+    assert os.times().children_user - before < 2
     weights, config = bundles.weights("tiny-int4"), bundles.config("tiny-int4")
     greedy(weights, config, [2], 2, faithful=True)
-    start = time.monotonic()
+    start = time.process_time()
     greedy(weights, config, [2], 20, faithful=True)
-    assert (time.monotonic() - start) / 20 < 0.05
+    assert (time.process_time() - start) / 20 < 0.05
