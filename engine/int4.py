@@ -17,6 +17,7 @@ from collections.abc import Callable
 from engine.device import cdiv, f32, function, static_range, u32, u64
 from engine.ptx import (
     bits_to_f32,
+    f32_to_bits,
     int4_factors,
     load_global_ro_v4,
     load_global_v4_or_zero,
@@ -24,6 +25,7 @@ from engine.ptx import (
     load_rows_u16,
     load_shared_v4,
     mma_int4,
+    store_shared_v4,
     zeros_f32,
     zeros_u32,
 )
@@ -147,11 +149,32 @@ def multiply_rows(
     return multiply_slice
 
 
-def add_slices(slices: int, pitch: int) -> Callable:
-    """Makes a device function: four sums of a fragment, slice by slice from shared memory.
+FRAGMENT = 512  # bytes of a warp's sums of 16 rows x 8 tokens: four f32 a lane
 
-    (place) -> tuple of 4 f32, unscaled; slice s lies `pitch` bytes times s after `place`.
+
+def keep_slice(fragments: int) -> Callable:
+    """Makes a device function: (place, sums), a lane's sums to shared memory at `place`."""
+
+    @function
+    def keep(place, sums):
+        for i in static_range(fragments):
+            store_shared_v4(
+                u32(place + u32(i * FRAGMENT)),
+                f32_to_bits(sums[4 * i]),
+                f32_to_bits(sums[4 * i + 1]),
+                f32_to_bits(sums[4 * i + 2]),
+                f32_to_bits(sums[4 * i + 3]),
+            )
+
+    return keep
+
+
+def add_slices(slices: int, fragments: int) -> Callable:
+    """Makes a device function: (place) -> tuple of 4 f32, a lane's sums of a fragment, unscaled.
+
+    `place` is the fragment's in slice 0; each slice is `fragments` fragments.
     """
+    pitch = fragments * FRAGMENT
 
     @function
     def add(place):

@@ -358,15 +358,17 @@ if not SIMULATED:
         """(address, wanted, old) -> old, where `text` has changed it under predicate p."""
         text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0;{text} }}"
         constraints = ["=r"] * count + ["l", "r"] + [str(i) for i in range(count)]
-        struct = ir.LiteralStructType([_I32] * count)
-        llvm = ir.FunctionType(struct, [_I64, _I32] + [_I32] * count)
+        result = ir.LiteralStructType([_I32] * count) if count > 1 else _I32
+        llvm = ir.FunctionType(result, [_I64, _I32] + [_I32] * count)
         asm = ir.InlineAsm(llvm, text, ",".join(constraints), side_effect=True)
 
         @intrinsic
         def load(context: Any, place: Any, wanted: Any, old: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 result = builder.call(asm, [*args[:2], *cgutils.unpack_tuple(builder, args[2])])
-                parts = [builder.extract_value(result, i) for i in range(count)]
+                parts = [result]
+                if count > 1:
+                    parts = [builder.extract_value(result, i) for i in range(count)]
                 return context.make_tuple(builder, signature.return_type, parts)
 
             want = types.UniTuple(u32, count)

@@ -22,6 +22,7 @@ from engine.device import (
     cuda,
     f32,
     family,
+    function,
     i32,
     kernel,
     ptr,
@@ -30,7 +31,7 @@ from engine.device import (
     u32,
     u64,
 )
-from engine.int4 import GROUP, add_slices, multiply_rows, padded, place_in_row
+from engine.int4 import FRAGMENT, GROUP, add_slices, keep_slice, multiply_rows, padded, place_in_row
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_route import max_blocks, moe_prepare
 from engine.ptx import (
@@ -42,47 +43,64 @@ from engine.ptx import (
     shared_address,
     store_global_u16,
     store_global_u32,
-    store_shared_v4,
 )
 
 GATE_UP_SLICES = 4  # of K, a warp each
 DOWN_SLICES = 4
 WIDTHS = (8, 16)  # slots of a block
-TILES = 2
-GATE_ROWS = 16  # and as many of up
-DOWN_ROWS = 32
-EXPERTS = {"hidden": (192, 256, 7168), "inner": (96, 128, 2048)}  # of tiny2, tiny and K2.6
+SHAPES = ((1, 2), (2, 2))  # column tiles of a block of slots, row tiles of a warp
+HIDDEN, INNER = (192, 256, 7168), (96, 128, 2048)  # of tiny2, tiny and K2.6
 
 
-def _options(slices: int, columns: int) -> dict:
-    """24 warps an SM with one column tile, 16 with two: what the registers allow."""
+def _options(slices: int, columns: int, tiles: int) -> dict:
+    """As many warps an SM as their registers allow."""
+    warps = {(1, 1): 32, (1, 2): 24, (2, 2): 16, (1, 4): 16, (2, 4): 12}[columns, tiles]
     return {
         "threads": 32 * slices,
-        "blocks_per_sm": (24 if columns == 1 else 16) // slices,
-        "registers": 80 if columns == 1 else 128,
+        "blocks_per_sm": warps // slices,
+        "registers": 65536 // (32 * warps),
         "dependent_launch": True,
         "sass": ("HMMA", "HFMA2", "LDG"),
     }
 
 
-@family(*({"k": k, "columns": c} for k in EXPERTS["hidden"] for c in (1, 2)))
-def _gate_up(*, k: int, columns: int):
+def _slot(columns: int):
+    """Makes a device function: the slot of operand column `column` of a block, never empty."""
     WIDTH = 8 * columns
-    PITCH = TILES * columns * 512  # bytes of a slice's sums
-    SUMS = GATE_UP_SLICES * TILES * columns * 128
-    ROW = padded(k)
+
+    @function
+    def slot(block_slot, block, column):
+        first = u32(block * u32(WIDTH))
+        slot = i32(block_slot[u32(first + column)])
+        if slot < i32(0):  # the first slot of a block is in use
+            slot = i32(block_slot[first])
+        return u32(slot)
+
+    return slot
+
+
+@family(*({"k": k, "columns": c, "tiles": t} for k in HIDDEN for c, t in SHAPES))
+def _gate_up(*, k: int, columns: int, tiles: int):
+    """A block makes 8 `tiles` columns of the activations. With one tile, gate is rows 0-7 of it and
+    up rows 8-15; otherwise each has half the tiles."""
+    WIDTH, ROW = 8 * columns, padded(k)
+    FRAGMENTS = tiles * columns
+    PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
+    SUMS = GATE_UP_SLICES * FRAGMENTS * FRAGMENT // 4
+    PAIRS = max(FRAGMENTS // 2, columns)  # fragments with gates
     multiply = multiply_rows(
         k=k,
         slices=GATE_UP_SLICES,
-        tiles=TILES,
+        tiles=tiles,
         matrices=2,
         columns=columns,
         ahead=4 // columns,
         plain=False,
     )
-    add = add_slices(GATE_UP_SLICES, PITCH)
+    keep, add = keep_slice(FRAGMENTS), add_slices(GATE_UP_SLICES, FRAGMENTS)
+    slot_of = _slot(columns)
 
-    @kernel(**_options(GATE_UP_SLICES, columns))
+    @kernel(**_options(GATE_UP_SLICES, columns, tiles))
     def gate_up(
         x: ptr[u16],  # [rows, k up to 128] bf16, permuted
         block_expert: ptr[i32],  # [blocks]
@@ -105,73 +123,67 @@ def _gate_up(*, k: int, columns: int):
         pdl_launch_dependents()
         expert = i32(block_expert[block])
         if expert >= i32(0):
-            first_row = u32(u32(cuda.blockIdx.x) * u32(GATE_ROWS))
+            first_row = u32(u32(cuda.blockIdx.x) * u32(8 * tiles))
             row = u64(u64(u32(expert)) * u64(u32(inner * u32(2))) + u64(u32(first_row + g)))
             gate_words = address(qw, u64(row * u64(k // 8)))
             gate_scales = address(sc, u64(row * u64(k // GROUP)))
             row = u64(row + u64(inner))
             up_words = address(qw, u64(row * u64(k // 8)))
             up_scales = address(sc, u64(row * u64(k // GROUP)))
-            first_slot = u32(block * u32(WIDTH))
-            slot = i32(block_slot[u32(first_slot + g)])
-            if slot < i32(0):  # the first slot of a block is never empty
-                slot = i32(block_slot[first_slot])
-            x_0 = address(x, u64(u64(u32(u32(slot) // top_k)) * u64(ROW)))
+            x_row = u32(slot_of(block_slot, block, g) // top_k)
+            x_0 = address(x, u64(u64(x_row) * u64(ROW)))
             x_1 = x_0
             if columns == 2:
-                slot = i32(block_slot[u32(u32(first_slot + u32(8)) + g)])
-                if slot < i32(0):
-                    slot = i32(block_slot[first_slot])
-                x_1 = address(x, u64(u64(u32(u32(slot) // top_k)) * u64(ROW)))
+                x_row = u32(slot_of(block_slot, block, u32(g + u32(8))) // top_k)
+                x_1 = address(x, u64(u64(x_row) * u64(ROW)))
             sums = multiply(gate_words, gate_scales, up_words, up_scales, x_0, x_1, part, t)
 
-            shared = u32(shared_address(sums_of, u32(0)))
-            mine = u32(shared + u32(u32(part * u32(PITCH)) + u32(lane * u32(16))))
-            for p in static_range(TILES * columns):
-                store_shared_v4(
-                    u32(mine + u32(512 * p)),
-                    f32_to_bits(sums[4 * p]),
-                    f32_to_bits(sums[4 * p + 1]),
-                    f32_to_bits(sums[4 * p + 2]),
-                    f32_to_bits(sums[4 * p + 3]),
-                )
+            shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
+            keep(u32(shared + u32(part * u32(PITCH))), sums)
             cuda.syncthreads()
-            if thread < u32(32 * columns):
-                gate = add(u32(shared + u32(thread * u32(16))))
-                up = add(u32(shared + u32(thread * u32(16)) + u32(512 * columns)))
-                for i in static_range(4):
-                    column = u32(u32(part * u32(8)) + u32(t * u32(2)) + u32(i & 1))
-                    slot = i32(block_slot[u32(first_slot + column)])
-                    if slot >= i32(0):
-                        small = f32(math.exp(f32(-abs(gate[i]))))  # in (0, 1]: no overflow
-                        top = gate[i] if gate[i] >= f32(0) else f32(gate[i] * small)
-                        value = f32(f32(top / f32(f32(1) + small)) * up[i])
-                        to = place_in_row(u32(first_row + g + u32(8 * (i >> 1))))
-                        to = u64(u64(u32(slot)) * u64(inner_padded) + u64(to))
-                        store_global_u16(address(activated, to), f32_to_bf16(value))
+            for turn in static_range(cdiv(PAIRS, GATE_UP_SLICES)):
+                pair = u32(part + u32(turn * GATE_UP_SLICES))
+                if pair < u32(PAIRS):
+                    gate = add(u32(shared + u32(pair * u32(FRAGMENT))))
+                    if tiles == 1:
+                        up = (gate[2], gate[3])
+                    else:
+                        up = add(u32(shared + u32(u32(pair + u32(PAIRS)) * u32(FRAGMENT))))
+                    column = u32(u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
+                    row = u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g)
+                    for i in static_range(2 if tiles == 1 else 4):
+                        at = u32(u32(block * u32(WIDTH)) + column + u32(i & 1))
+                        slot = i32(block_slot[at])
+                        if slot >= i32(0):
+                            small = f32(math.exp(f32(-abs(gate[i]))))  # in (0, 1]: no overflow
+                            top = gate[i] if gate[i] >= f32(0) else f32(gate[i] * small)
+                            value = f32(f32(top / f32(f32(1) + small)) * up[i])
+                            to = u64(place_in_row(u32(row + u32(8 * (i >> 1)))))
+                            to = u64(u64(u32(slot)) * u64(inner_padded) + to)
+                            store_global_u16(address(activated, to), f32_to_bf16(value))
 
     return gate_up
 
 
-@family(*({"k": k, "columns": c} for k in EXPERTS["inner"] for c in (1, 2)))
-def _down(*, k: int, columns: int):
-    WIDTH = 8 * columns
-    PAIRS = TILES * columns
-    PITCH = PAIRS * 512
-    SUMS = DOWN_SLICES * PAIRS * 128
-    ROW = padded(k)
+@family(*({"k": k, "columns": c, "tiles": t} for k in INNER for c, t in SHAPES))
+def _down(*, k: int, columns: int, tiles: int):
+    WIDTH, ROW = 8 * columns, padded(k)
+    FRAGMENTS = tiles * columns
+    PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
+    SUMS = DOWN_SLICES * FRAGMENTS * FRAGMENT // 4
     multiply = multiply_rows(
         k=k,
         slices=DOWN_SLICES,
-        tiles=TILES,
+        tiles=tiles,
         matrices=1,
         columns=columns,
         ahead=4 // columns,
         plain=False,
     )
-    add = add_slices(DOWN_SLICES, PITCH)
+    keep, add = keep_slice(FRAGMENTS), add_slices(DOWN_SLICES, FRAGMENTS)
+    slot_of = _slot(columns)
 
-    @kernel(**_options(DOWN_SLICES, columns))
+    @kernel(**_options(DOWN_SLICES, columns, tiles))
     def down(
         activated: ptr[u16],  # [slots, k up to 128] bf16, permuted
         block_expert: ptr[i32],  # [blocks]
@@ -192,44 +204,31 @@ def _down(*, k: int, columns: int):
         pdl_launch_dependents()
         expert = i32(block_expert[block])
         if expert >= i32(0):
-            first_row = u32(u32(cuda.blockIdx.x) * u32(DOWN_ROWS))
+            first_row = u32(u32(cuda.blockIdx.x) * u32(16 * tiles))
             row = u64(u64(u32(expert)) * u64(hidden) + u64(u32(first_row + g)))
             words = address(qw, u64(row * u64(k // 8)))
             scales = address(sc, u64(row * u64(k // GROUP)))
-            first_slot = u32(block * u32(WIDTH))
-            slot = i32(block_slot[u32(first_slot + g)])
-            if slot < i32(0):
-                slot = i32(block_slot[first_slot])
-            x_0 = address(activated, u64(u64(u32(slot)) * u64(ROW)))
+            x_0 = address(activated, u64(u64(slot_of(block_slot, block, g)) * u64(ROW)))
             x_1 = x_0
             if columns == 2:
-                slot = i32(block_slot[u32(u32(first_slot + u32(8)) + g)])
-                if slot < i32(0):
-                    slot = i32(block_slot[first_slot])
-                x_1 = address(activated, u64(u64(u32(slot)) * u64(ROW)))
+                x_row = slot_of(block_slot, block, u32(g + u32(8)))
+                x_1 = address(activated, u64(u64(x_row) * u64(ROW)))
             sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
 
-            shared = u32(shared_address(sums_of, u32(0)))
-            mine = u32(shared + u32(u32(part * u32(PITCH)) + u32(lane * u32(16))))
-            for p in static_range(PAIRS):
-                store_shared_v4(
-                    u32(mine + u32(512 * p)),
-                    f32_to_bits(sums[4 * p]),
-                    f32_to_bits(sums[4 * p + 1]),
-                    f32_to_bits(sums[4 * p + 2]),
-                    f32_to_bits(sums[4 * p + 3]),
-                )
+            shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
+            keep(u32(shared + u32(part * u32(PITCH))), sums)
             cuda.syncthreads()
-            for turn in static_range(cdiv(PAIRS, DOWN_SLICES)):
+            for turn in static_range(cdiv(FRAGMENTS, DOWN_SLICES)):
                 pair = u32(part + u32(turn * DOWN_SLICES))
-                if pair < u32(PAIRS):
-                    total = add(u32(shared + u32(pair * u32(512)) + u32(lane * u32(16))))
-                    row = u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g)
+                if pair < u32(FRAGMENTS):
+                    total = add(u32(shared + u32(pair * u32(FRAGMENT))))
                     column = u32(u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
+                    row = u64(u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g))
                     for i in static_range(4):
-                        slot = i32(block_slot[u32(first_slot + column + u32(i & 1))])
+                        at = u32(u32(block * u32(WIDTH)) + column + u32(i & 1))
+                        slot = i32(block_slot[at])
                         if slot >= i32(0):
-                            to = u64(u64(u32(slot)) * u64(hidden) + u64(row))
+                            to = u64(u64(u32(slot)) * u64(hidden) + row)
                             place = address(parts, u64(to + u64(8 * (i >> 1))))
                             store_global_u32(place, f32_to_bits(total[i]))
 
@@ -322,14 +321,14 @@ def moe_w4a16(
         experts, x, count=count, width=width,
         block_expert=block_expert, block_slot=block_slot, x_permuted=x_permuted, stream=stream,
     )  # fmt: skip
-    blocks, columns = dims["blocks"], width // 8
-    _gate_up(k=hidden, columns=columns).launch(
-        (inner // GATE_ROWS, blocks),
+    blocks, columns, tiles = dims["blocks"], width // 8, 2
+    _gate_up(k=hidden, columns=columns, tiles=tiles).launch(
+        (inner // (8 * tiles), blocks),
         x_permuted, block_expert, block_slot, gate_up_qw, gate_up_sc, top_k, inner, padded(inner),
         activated, stream=stream,
     )  # fmt: skip
-    _down(k=inner, columns=columns).launch(
-        (hidden // DOWN_ROWS, blocks),
+    _down(k=inner, columns=columns, tiles=tiles).launch(
+        (hidden // (16 * tiles), blocks),
         activated, block_expert, block_slot, down_qw, down_sc, hidden, parts, stream=stream,
     )  # fmt: skip
     moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)

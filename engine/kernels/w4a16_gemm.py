@@ -11,7 +11,7 @@ A row's bits depend on K alone: SLICES is one number for every M, and a token is
 import numpy as np
 
 from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, static_range, u16, u32, u64
-from engine.int4 import GROUP, add_slices, multiply_rows
+from engine.int4 import FRAGMENT, GROUP, add_slices, keep_slice, multiply_rows
 from engine.ptx import (
     address,
     f32_to_bf16,
@@ -21,7 +21,6 @@ from engine.ptx import (
     shared_address,
     store_global_u16,
     store_global_u32,
-    store_shared_v4,
 )
 
 SLICES = 8  # warps of a block
@@ -34,7 +33,7 @@ KS = (32, 96, 128, 160, 192, 256, 384, 512, 1056, 2048, 7168, 18432)  # of tails
 @family(*({"k": k, "columns": columns} for k in KS for columns in (1, 2)))
 def _w4a16_gemm(*, k: int, columns: int):
     PAIRS = ROW_TILES * columns  # fragments of a warp
-    PITCH = PAIRS * 512  # bytes of a slice's sums
+    PITCH = PAIRS * FRAGMENT  # bytes of a slice's sums
     SUMS = SLICES * PAIRS * 128
     multiply = multiply_rows(
         k=k,
@@ -45,7 +44,7 @@ def _w4a16_gemm(*, k: int, columns: int):
         ahead=4 // columns,
         plain=True,
     )
-    add = add_slices(SLICES, PITCH)
+    keep, add = keep_slice(PAIRS), add_slices(SLICES, PAIRS)
 
     @kernel(
         threads=32 * SLICES,
@@ -82,20 +81,11 @@ def _w4a16_gemm(*, k: int, columns: int):
         sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
         pdl_launch_dependents()
 
-        mine = u32(
-            shared_address(sums_of, u32(0)) + u32(u32(part * u32(PITCH)) + u32(lane * u32(16)))
-        )
-        for p in static_range(PAIRS):
-            store_shared_v4(
-                u32(mine + u32(512 * p)),
-                f32_to_bits(sums[4 * p]),
-                f32_to_bits(sums[4 * p + 1]),
-                f32_to_bits(sums[4 * p + 2]),
-                f32_to_bits(sums[4 * p + 3]),
-            )
+        shared = u32(shared_address(sums_of, u32(0)))
+        keep(u32(shared + u32(part * u32(PITCH)) + u32(lane * u32(16))), sums)
         cuda.syncthreads()
         if thread < u32(32 * PAIRS):
-            total = add(u32(shared_address(sums_of, u32(0)) + u32(thread * u32(16))))
+            total = add(u32(shared + u32(thread * u32(16))))
             pair = u32(thread >> u32(5))
             row = u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g)
             token = u32(first_token + u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
