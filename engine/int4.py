@@ -16,15 +16,21 @@ from collections.abc import Callable
 
 from engine.device import cdiv, f32, function, static_range, u32, u64
 from engine.ptx import (
+    address,
     bits_to_f32,
     f32_to_bits,
     int4_factors,
     load_global_ro_v4,
+    load_global_v4,
     load_global_v4_or_zero,
     load_rows,
     load_rows_u16,
     load_shared_v4,
     mma_int4,
+    pdl_launch_dependents,
+    pdl_wait,
+    prmt,
+    store_global_v4,
     store_shared_v4,
     zeros_f32,
     zeros_u32,
@@ -53,34 +59,82 @@ def place_in_row(k):
     return u32(u32(k & u32(0xFFFFFF80)) + u32(u32(word << u32(5)) | u32(group << u32(3))) + pair)
 
 
+@function
+def permute_chunk(x, rows, groups, x_permuted, chunk):
+    """Copy chunk number `chunk` of 8 columns to its place in the permuted order.
+
+    x [rows, 32 groups] bf16; x_permuted [.., 32 groups up to 128] with zeros where x has nothing.
+    """
+    width = u32(u32(u32(groups + u32(3)) // u32(4)) * u32(16))  # chunks of a row
+    row = u32(chunk // width)
+    chunk = u32(chunk % width)
+    t = u32(u32(chunk >> u32(2)) & u32(3))
+    to = u32(u32(chunk & u32(0xFFFFFFF0)) + u32(u32(chunk & u32(3)) * u32(4)) + t)
+    target = address(x_permuted, u64(u64(row * width + to) * u64(8)))
+    if row < rows and u32(chunk >> u32(2)) < groups:
+        v = load_global_v4(address(x, u64(u64(row * u32(groups * u32(4)) + chunk) * u64(8))))
+        store_global_v4(
+            target,
+            prmt(v[0], v[2], u32(0x5410)),
+            prmt(v[0], v[2], u32(0x7632)),
+            prmt(v[1], v[3], u32(0x5410)),
+            prmt(v[1], v[3], u32(0x7632)),
+        )
+    else:
+        store_global_v4(target, u32(0), u32(0), u32(0), u32(0))
+
+
 def multiply_rows(
-    *, k: int, slices: int, tiles: int, matrices: int, columns: int, ahead: int, plain: bool
+    *,
+    k: int,
+    slices: int,
+    tiles: int,
+    matrices: int,
+    columns: int,
+    ahead: int,
+    plain: bool = False,
+    gathered: bool = True,
+    early: bool = False,
 ) -> Callable:
     """Makes the device function of one warp: 16 `tiles` rows times 8 `columns` tokens, one slice.
 
-    matrices: 1, or 2 where the first half of the tiles is of one matrix and the second half of
-    another. columns: 1 or 2. ahead: loads of activations in flight, 1 to 4. plain: activations in
-    the order of k; otherwise in that of `place_in_row`.
+    matrices: 1, or 2 where the first half of the rows is of one matrix and the second half of
+    another. ahead: words whose activations are loaded before they are needed, 1 to 4. plain:
+    activations in the order of k; otherwise in that of `place_in_row`. gathered: tokens anywhere,
+    at most 2 columns of them; otherwise one row after another. early: weights are loaded before
+    the previous kernel is done, activations after.
 
     (words_0, scales_0, words_1, scales_1, x_0, x_1, slice, t) -> sums as in `mma_int4`.
     words_i, scales_i: addresses of word 0 and scale 0 of row g of matrix i's first tile; x_j:
-    address of the token for row g of the operand, in column tile j; t = lane % 4.
+    address of token g of column tile j; t = lane % 4.
     """
     GROUPS, BLOCKS = k // GROUP, cdiv(k, BLOCK)
     RAGGED = GROUPS % 4 != 0 or BLOCKS < slices  # some lane has a block less than its slice
     ROWS = 2 * tiles // matrices
     LANE_STEP, LOAD_STEP = (64, 16) if plain else (16, 64)  # bytes of x between lanes, loads
+    COLUMN_STEP = 8 * 2 * (k if plain else padded(k))  # bytes between tokens 8 apart
     load_words, load_scales = load_rows(ROWS, 8 * k // 2), load_rows_u16(ROWS, 8 * k // 16)
     no_words, no_scales = zeros_u32(4 * ROWS), zeros_u32(ROWS)
     no_sums = zeros_f32(4 * tiles * columns)
     factors_of, multiply = int4_factors(2 * tiles), mma_int4(tiles, columns, plain)
 
     @function
-    def load_x(place, wanted):
+    def load_token(place, wanted):
         if RAGGED:
             return load_global_v4_or_zero(place, wanted)
         else:
             return load_global_ro_v4(place)
+
+    @function
+    def load_x(x_0, x_1, wanted):
+        """One word's activations of every column tile."""
+        x = load_token(x_0, wanted)
+        for c in static_range(1, columns):
+            if gathered:
+                x = x + load_token(x_1, wanted)
+            else:
+                x = x + load_token(u64(x_0 + u64(c * COLUMN_STEP)), wanted)
+        return x
 
     @function
     def multiply_slice(words_0, scales_0, words_1, scales_1, x_0, x_1, part, t):
@@ -96,24 +150,22 @@ def multiply_rows(
             scales_1 = u64(scales_1 + at * u64(2))
             w_1 = load_words(words_1, more, no_words())
             s_1 = load_scales(scales_1, more, no_scales())
+        if early:
+            pdl_wait()
+            pdl_launch_dependents()
         at = u64(u32(u32(part * u32(256)) + u32(t * u32(LANE_STEP))))
         x_0 = u64(x_0 + at)
         x_1 = u64(x_1 + at)
-        x = load_x(x_0, more)
-        if columns == 2:
-            x = x + load_x(x_1, more)
+        x = load_x(x_0, x_1, more)
         for j in static_range(1, ahead):
-            x = x + load_x(u64(x_0 + u64(j * LOAD_STEP)), more)
-            if columns == 2:
-                x = x + load_x(u64(x_1 + u64(j * LOAD_STEP)), more)
+            x = x + load_x(u64(x_0 + u64(j * LOAD_STEP)), u64(x_1 + u64(j * LOAD_STEP)), more)
         sums = no_sums()
         while block < u32(BLOCKS):
             block = u32(block + u32(slices))
             now = more
             more = u32(1) if u32(u32(block * u32(4)) + t) < u32(GROUPS) else u32(0)
             # Past its last block a lane stays where it is: its loads are then wasted, not wild.
-            next_x_0 = u64(x_0 + u64(256 * slices)) if more == u32(1) else x_0
-            next_x_1 = u64(x_1 + u64(256 * slices)) if more == u32(1) else x_1
+            step = u64(256 * slices) if more == u32(1) else u64(0)
             words_0 = u64(words_0 + u64(64 * slices))
             scales_0 = u64(scales_0 + u64(8 * slices))
             if matrices == 2:
@@ -125,25 +177,20 @@ def multiply_rows(
                 factors = factors_of(s_0)
             s_0 = load_scales(scales_0, more, s_0)
             for j in static_range(4):
+                if j + ahead == 4:
+                    x_0 = u64(x_0 + step)
+                    x_1 = u64(x_1 + step)
+                    now = more
                 if matrices == 2:
                     words = w_0[j * ROWS : (j + 1) * ROWS] + w_1[j * ROWS : (j + 1) * ROWS]
                 else:
                     words = w_0[j * ROWS : (j + 1) * ROWS]
                 sums = multiply(words, factors, x[: 4 * columns], sums)
-                if j + ahead < 4:
-                    x = x[4 * columns :] + load_x(u64(x_0 + u64((j + ahead) * LOAD_STEP)), now)
-                    if columns == 2:
-                        x = x + load_x(u64(x_1 + u64((j + ahead) * LOAD_STEP)), now)
-                else:
-                    at_j = u64((j + ahead - 4) * LOAD_STEP)
-                    x = x[4 * columns :] + load_x(u64(next_x_0 + at_j), more)
-                    if columns == 2:
-                        x = x + load_x(u64(next_x_1 + at_j), more)
+                at = u64((j + ahead) % 4 * LOAD_STEP)
+                x = x[4 * columns :] + load_x(u64(x_0 + at), u64(x_1 + at), now)
             w_0 = load_words(words_0, more, w_0)
             if matrices == 2:
                 w_1 = load_words(words_1, more, w_1)
-            x_0 = next_x_0
-            x_1 = next_x_1
         return sums
 
     return multiply_slice

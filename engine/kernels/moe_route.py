@@ -11,16 +11,12 @@ number of mask bits below its row. An expert id outside [0, count) marks a slot 
 `moe_prepare` copies the activations into the order of engine/int4.py too, in further blocks.
 """
 
-from engine.device import cdiv, check, cuda, i32, kernel, ptr, static_range, u16, u32, u64
-from engine.int4 import BLOCK, GROUP, padded
+from engine.device import cdiv, check, cuda, i32, kernel, ptr, static_range, u16, u32
+from engine.int4 import BLOCK, GROUP, padded, permute_chunk
 from engine.ptx import (
-    address,
-    load_global_v4,
     pdl_launch_dependents,
     pdl_wait,
     popc,
-    prmt,
-    store_global_v4,
 )
 from engine.warp import FULL
 
@@ -56,24 +52,7 @@ def _moe_route(
         chunks = u32(u32(u32(groups + u32(3)) // u32(4)) * u32(16))  # of 8 values, a row
         chunk = u32(u32(u32(u32(cuda.blockIdx.x) - u32(1)) * u32(THREADS)) + thread)
         if chunk < u32(rows * chunks):
-            row = u32(chunk // chunks)
-            chunk = u32(chunk % chunks)
-            t = u32(u32(chunk >> u32(2)) & u32(3))
-            to = u32(u32(chunk & u32(0xFFFFFFF0)) + u32(u32(chunk & u32(3)) * u32(4)) + t)
-            target = address(x_permuted, u64(u64(row * chunks + to) * u64(8)))
-            if u32(chunk >> u32(2)) < groups:
-                v = load_global_v4(
-                    address(x, u64(u64(row * u32(groups * u32(4)) + chunk) * u64(8)))
-                )
-                store_global_v4(
-                    target,
-                    prmt(v[0], v[2], u32(0x5410)),
-                    prmt(v[0], v[2], u32(0x7632)),
-                    prmt(v[1], v[3], u32(0x5410)),
-                    prmt(v[1], v[3], u32(0x7632)),
-                )
-            else:
-                store_global_v4(target, u32(0), u32(0), u32(0), u32(0))
+            permute_chunk(x, rows, groups, x_permuted, chunk)
     else:
         i = thread
         while i < u32(count * u32(WORDS)):

@@ -95,7 +95,6 @@ def _gate_up(*, k: int, columns: int, tiles: int):
         matrices=2,
         columns=columns,
         ahead=4 // columns,
-        plain=False,
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(GATE_UP_SLICES, FRAGMENTS)
     slot_of = _slot(columns)
@@ -178,7 +177,7 @@ def _down(*, k: int, columns: int, tiles: int):
         matrices=1,
         columns=columns,
         ahead=4 // columns,
-        plain=False,
+        early=True,
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(DOWN_SLICES, FRAGMENTS)
     slot_of = _slot(columns)
@@ -200,8 +199,7 @@ def _down(*, k: int, columns: int, tiles: int):
         g = u32(lane >> u32(2))
         t = u32(lane & u32(3))
         block = u32(cuda.blockIdx.y)
-        pdl_wait()
-        pdl_launch_dependents()
+        # The blocks were there before the previous kernel began: weights are fetched while it ends.
         expert = i32(block_expert[block])
         if expert >= i32(0):
             first_row = u32(u32(cuda.blockIdx.x) * u32(16 * tiles))

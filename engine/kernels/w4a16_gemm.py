@@ -1,9 +1,10 @@
 """W4A16 GEMM: y[m, n] = sum_k x[m, k] W[n, k], W = RN_bf16(q s), fp32 accumulation.
 
 q and s are the packed words and the scales of a checkpoint, as they are on disk (engine/int4.py
-has the inner loop and the order of K). A block computes 32 rows of W for 8 or 16 tokens; its warps
+has the inner loop and the order of K). A block computes 32 rows of W for up to 64 tokens; its warps
 take the slices of K, which are added through shared memory in ascending order. y is rounded once,
-at the store. K is a compile-time constant: row strides are then immediates of the loads.
+at the store. K is a compile-time constant: row strides are then immediates of the loads. Above 8
+tokens a first launch copies x into the order of the fragments; W is fetched meanwhile.
 
 A row's bits depend on K alone: SLICES is one number for every M, and a token is a column of an mma.
 """
@@ -11,7 +12,15 @@ A row's bits depend on K alone: SLICES is one number for every M, and a token is
 import numpy as np
 
 from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, static_range, u16, u32, u64
-from engine.int4 import FRAGMENT, GROUP, add_slices, keep_slice, multiply_rows
+from engine.int4 import (
+    FRAGMENT,
+    GROUP,
+    add_slices,
+    keep_slice,
+    multiply_rows,
+    padded,
+    permute_chunk,
+)
 from engine.ptx import (
     address,
     f32_to_bf16,
@@ -23,38 +32,62 @@ from engine.ptx import (
     store_global_u32,
 )
 
-SLICES = 8  # warps of a block
-ROW_TILES = 2
-ROWS = 16 * ROW_TILES
+SLICES = 8  # of K, a warp each
+THREADS = 32 * SLICES
 MAX_TOKENS = 256
 KS = (32, 96, 128, 160, 192, 256, 384, 512, 1056, 2048, 7168, 18432)  # of tails, tiny, tiny2, K2.6
+# (column tiles, row tiles) of a warp: blocks an SM, words of activations in flight
+SHAPES = {
+    (1, 2): (3, 4),
+    (2, 2): (2, 2),
+    (2, 3): (2, 2),
+    (4, 2): (2, 2),
+    (8, 2): (1, 1),
+    (8, 3): (1, 1),
+}
 
 
-@family(*({"k": k, "columns": columns} for k in KS for columns in (1, 2)))
-def _w4a16_gemm(*, k: int, columns: int):
-    PAIRS = ROW_TILES * columns  # fragments of a warp
-    PITCH = PAIRS * FRAGMENT  # bytes of a slice's sums
-    SUMS = SLICES * PAIRS * 128
+PERMUTED = {32: (2,), 96: (8,), 128: (2, 4), 160: (2,), 256: (8,)}
+PERMUTED |= dict.fromkeys((384, 2048, 7168), (2, 4, 8))
+
+
+@family(
+    *({"k": k, "columns": c, "tiles": 2, "plain": True} for k in KS for c in (1, 2)),
+    *(
+        {"k": k, "columns": c, "tiles": 2, "plain": False}
+        for k, columns in PERMUTED.items()
+        for c in columns
+    ),
+)
+def _w4a16_gemm(*, k: int, columns: int, tiles: int, plain: bool):
+    FRAGMENTS = tiles * columns
+    PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
+    SUMS = SLICES * FRAGMENTS * FRAGMENT // 4
+    X_ROW = k if plain else padded(k)
+    BLOCKS_PER_SM, AHEAD = SHAPES[columns, tiles]
     multiply = multiply_rows(
         k=k,
         slices=SLICES,
-        tiles=ROW_TILES,
+        tiles=tiles,
         matrices=1,
         columns=columns,
-        ahead=4 // columns,
-        plain=True,
+        ahead=AHEAD,
+        plain=plain,
+        gathered=plain,
+        early=True,
     )
-    keep, add = keep_slice(PAIRS), add_slices(SLICES, PAIRS)
+    keep, add = keep_slice(FRAGMENTS), add_slices(SLICES, FRAGMENTS)
 
     @kernel(
-        threads=32 * SLICES,
-        blocks_per_sm=3 if columns == 1 else 2,
-        registers=80 if columns == 1 else 128,
+        threads=THREADS,
+        blocks_per_sm=BLOCKS_PER_SM,
+        registers=min(255, 65536 // THREADS // BLOCKS_PER_SM),
+        dynamic_shared=4 * SUMS,
         dependent_launch=True,
         sass=("HMMA", "HFMA2", "LDG"),
     )
     def w4a16_gemm(
-        x: ptr[u16],  # [m, k] bf16
+        x: ptr[u16],  # [m, k] bf16; unless plain, x_permuted
         qw: ptr[u32],  # [n, k/8]
         sc: ptr[u16],  # [n, k/32] bf16
         m: u32,
@@ -62,52 +95,80 @@ def _w4a16_gemm(*, k: int, columns: int):
         y_is_f32: u32,
         y: ptr[u16],  # [m, n] bf16 or fp32, out
     ):
-        sums_of = cuda.shared.array(SUMS, f32, alignment=16)
         thread = u32(cuda.threadIdx.x)
         lane = u32(thread & u32(31))
         part = u32(thread >> u32(5))
         g = u32(lane >> u32(2))
         t = u32(lane & u32(3))
-        first_row = u32(u32(cuda.blockIdx.x) * u32(ROWS))
+        first_row = u32(u32(cuda.blockIdx.x) * u32(16 * tiles))
         first_token = u32(u32(cuda.blockIdx.y) * u32(8 * columns))
         row = u64(u32(first_row + g))
         words = address(qw, u64(row * u64(k // 8)))
         scales = address(sc, u64(row * u64(k // GROUP)))
-        pdl_wait()
-        token = u32(min(u32(first_token + g), u32(m - u32(1))))  # the last one fills the tile
-        x_0 = address(x, u64(u64(token) * u64(k)))
-        token = u32(min(u32(first_token + u32(8) + g), u32(m - u32(1))))
-        x_1 = address(x, u64(u64(token) * u64(k)))
+        token = u32(first_token + g)
+        other = u32(token + u32(8))
+        if plain:  # the last token fills the tile
+            token = u32(min(token, u32(m - u32(1))))
+            other = u32(min(other, u32(m - u32(1))))
+        x_0 = address(x, u64(u64(token) * u64(X_ROW)))
+        x_1 = address(x, u64(u64(other) * u64(X_ROW)))
         sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
-        pdl_launch_dependents()
 
-        shared = u32(shared_address(sums_of, u32(0)))
-        keep(u32(shared + u32(part * u32(PITCH)) + u32(lane * u32(16))), sums)
+        sums_of = cuda.shared.array(0, f32)
+        shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
+        keep(u32(shared + u32(part * u32(PITCH))), sums)
         cuda.syncthreads()
-        if thread < u32(32 * PAIRS):
-            total = add(u32(shared + u32(thread * u32(16))))
-            pair = u32(thread >> u32(5))
-            row = u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g)
-            token = u32(first_token + u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
-            for i in static_range(4):
-                if u32(token + u32(i & 1)) < m:
-                    at = u64(
-                        u64(u32(token + u32(i & 1))) * u64(n) + u64(u32(row + u32(8 * (i >> 1))))
-                    )
-                    if y_is_f32 != u32(0):
-                        store_global_u32(address(y, u64(at * u64(2))), f32_to_bits(total[i]))
-                    else:
-                        store_global_u16(address(y, at), f32_to_bf16(total[i]))
+        for turn in static_range(cdiv(FRAGMENTS, SLICES)):
+            pair = u32(part + u32(turn * SLICES))
+            if pair < u32(FRAGMENTS):
+                total = add(u32(shared + u32(pair * u32(FRAGMENT))))
+                token = u32(u32(u32(pair % u32(columns)) * u32(8)) + u32(t * u32(2)))
+                row = u64(u32(first_row + u32(u32(pair // u32(columns)) * u32(16)) + g))
+                for i in static_range(4):
+                    to = u32(first_token + token + u32(i & 1))
+                    if to < m:
+                        at = u64(u64(to) * u64(n) + row + u64(8 * (i >> 1)))
+                        if y_is_f32 != u32(0):
+                            store_global_u32(address(y, u64(at * u64(2))), f32_to_bits(total[i]))
+                        else:
+                            store_global_u16(address(y, at), f32_to_bf16(total[i]))
 
     return w4a16_gemm
 
 
-def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
+@kernel(threads=THREADS, registers=40, dependent_launch=True)
+def _permute(
+    x: ptr[u16],  # [rows, 32 groups] bf16
+    rows: u32,
+    groups: u32,
+    chunks: u32,  # of x_permuted
+    x_permuted: ptr[u16],  # out
+):
+    pdl_wait()
+    pdl_launch_dependents()
+    chunk = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
+    if chunk < chunks:
+        permute_chunk(x, rows, groups, x_permuted, chunk)
+
+
+def scratch_shapes(*, m: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype name of each scratch array of `w4a16_gemm`."""
+    tokens = 8 * _columns(m)
+    return {"x_permuted": ((tokens * cdiv(m, tokens), padded(k)), "bfloat16")}
+
+
+def _columns(m: int) -> int:
+    return next((c for c in (1, 2, 4) if m <= 8 * c), 8)
+
+
+def w4a16_gemm(x, qw, sc, *, y, x_permuted=None, stream=None) -> None:
     """y = x W^T with W = RN_bf16(q s).
 
     x [m, k] bf16; qw [n, k/8] int32 and sc [n, k/32] bf16 as in a pack-quantized checkpoint, with
-    scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. n and k are multiples of 32,
-    m is at most 256 (NotImplementedError). A row's bits follow from k alone.
+    scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. Scratch x_permuted as
+    `scratch_shapes` says; without it W is read once for every 16 rows of x, with it for every 64.
+    n and k are multiples of 32, m is at most 256 (NotImplementedError). A row's bits follow from k
+    alone.
     """
     dims = check(
         "w4a16_gemm",
@@ -124,13 +185,22 @@ def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
             f"w4a16_gemm: qw {tuple(qw.shape)} and sc {tuple(sc.shape)} "
             f"do not hold [{n}, {k}] weights in groups of {GROUP}"
         )
-    if n % ROWS or m > MAX_TOKENS or k == 0:
+    if n % 32 or m > MAX_TOKENS or k == 0:
         raise NotImplementedError(
-            f"w4a16_gemm: n {n} must be a multiple of {ROWS}, "
+            f"w4a16_gemm: n {n} must be a multiple of 32, "
             f"m {m} at most {MAX_TOKENS} and k {k} not 0"
         )
-    columns = 1 if m <= 8 else 2
-    _w4a16_gemm(k=k, columns=columns).launch(
-        (n // ROWS, cdiv(m, 8 * columns)),
+    columns, tiles = _columns(m), 2
+    plain = columns == 1 or x_permuted is None
+    if plain:
+        columns = min(columns, 2)
+    else:
+        ((tokens, width), _) = scratch_shapes(m=m, k=k)["x_permuted"]
+        check("w4a16_gemm", x_permuted=(x_permuted, f"{tokens} {width}", "bfloat16"))
+        chunks = tokens * width // 8
+        _permute.launch(cdiv(chunks, THREADS), x, m, k // GROUP, chunks, x_permuted, stream=stream)
+        x = x_permuted
+    _w4a16_gemm(k=k, columns=columns, tiles=tiles, plain=plain).launch(
+        (n // (16 * tiles), cdiv(m, 8 * columns)),
         x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
     )  # fmt: skip
