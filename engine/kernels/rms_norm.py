@@ -7,57 +7,65 @@ order, so the bits of a row depend on `hidden` alone, never on its neighbours.
 
 import math
 
-from engine.device import check, cuda, f32, family, kernel, ptr, u16, u32
-from engine.ptx import bf16_to_f32, f32_to_bf16, pdl_launch_dependents, pdl_wait
+from engine import activation
+from engine.device import check, cuda, f32, family, kernel, ptr, static_range, u32
+from engine.ptx import pdl_launch_dependents, pdl_wait
 from engine.warp import block_sum
 
-THREADS = 256  # 7168 / 256 = 28 elements a thread
-WARPS = THREADS // 32
+FLIGHT = 4  # elements a thread loads before it uses the first: one latency for four
+WIDE = 2048  # from this hidden on a block has 1024 threads: 7168 / 1024 = 7 elements each
 
 
 @family(
-    {"x_bf16": False, "y_bf16": True},
-    {"x_bf16": True, "y_bf16": True},
-    {"x_bf16": False, "y_bf16": False},
+    *(
+        {"x_bf16": x_bf16, "y_bf16": y_bf16, "threads": threads}
+        for x_bf16, y_bf16 in ((False, True), (True, True), (False, False))
+        for threads in (256, 1024)
+    )
 )
-def _rms_norm(*, x_bf16: bool, y_bf16: bool):
-    x_type, y_type = u16 if x_bf16 else f32, u16 if y_bf16 else f32
+def _rms_norm(*, x_bf16: bool, y_bf16: bool, threads: int):
+    load_x, load_y = activation.load(x_bf16), activation.load(y_bf16)
+    store = activation.store(y_bf16)
+    warps = threads // 32
+    step = FLIGHT * threads
 
-    @kernel(threads=THREADS, registers=40, dependent_launch=True)
+    @kernel(threads=threads, registers=64, dependent_launch=True)
     def rms_norm(
-        x: ptr[x_type],  # [tokens, hidden]
-        weight: ptr[y_type],  # [hidden]
+        x: ptr[activation.element(x_bf16)],  # [tokens, hidden]
+        weight: ptr[activation.element(y_bf16)],  # [hidden]
         eps: f32,
         hidden: u32,
-        y: ptr[y_type],  # [tokens, hidden], out
+        y: ptr[activation.element(y_bf16)],  # [tokens, hidden], out
     ):
         pdl_launch_dependents()
         pdl_wait()
-        partial = cuda.shared.array(WARPS, f32)
+        partial = cuda.shared.array(warps, f32)
+        values = cuda.local.array(FLIGHT, f32)
+        weights = cuda.local.array(FLIGHT, f32)
         start = u32(u32(cuda.blockIdx.x) * hidden)
         squares = f32(0)
         i = u32(cuda.threadIdx.x)
         while i < hidden:
-            if x_bf16:
-                value = bf16_to_f32(u32(x[u32(start + i)]))
-            else:
-                value = x[u32(start + i)]
-            squares = f32(squares + value * value)
-            i = u32(i + u32(THREADS))
-        squares = block_sum(squares, partial, WARPS)
+            for j in static_range(FLIGHT):
+                values[j] = f32(0)
+                if u32(i + u32(j * threads)) < hidden:
+                    values[j] = load_x(x, u32(u32(start + i) + u32(j * threads)))
+            for j in static_range(FLIGHT):
+                squares = f32(squares + values[j] * values[j])
+            i = u32(i + u32(step))
+        squares = block_sum(squares, partial, warps)
         scale = f32(f32(1) / f32(math.sqrt(f32(squares / f32(hidden) + eps))))
         i = u32(cuda.threadIdx.x)
         while i < hidden:
-            if x_bf16:
-                value = bf16_to_f32(u32(x[u32(start + i)]))
-            else:
-                value = x[u32(start + i)]
-            if y_bf16:
-                scaled = f32(f32(value * scale) * bf16_to_f32(u32(weight[i])))
-                y[u32(start + i)] = u16(f32_to_bf16(scaled))
-            else:
-                y[u32(start + i)] = f32(f32(value * scale) * weight[i])
-            i = u32(i + u32(THREADS))
+            for j in static_range(FLIGHT):
+                if u32(i + u32(j * threads)) < hidden:
+                    values[j] = load_x(x, u32(u32(start + i) + u32(j * threads)))
+                    weights[j] = load_y(weight, u32(i + u32(j * threads)))
+            for j in static_range(FLIGHT):
+                if u32(i + u32(j * threads)) < hidden:
+                    at = u32(u32(start + i) + u32(j * threads))
+                    store(y, at, f32(f32(values[j] * scale) * weights[j]))
+            i = u32(i + u32(step))
 
     return rms_norm
 
@@ -67,15 +75,16 @@ def rms_norm(x, weight, *, eps: float, y, stream=None) -> None:
 
     bf16 x with fp32 y is refused (NotImplementedError): no layer of the engine needs it.
     """
-    either = ("bfloat16", "float32")
     dims = check(
         "rms_norm",
-        x=(x, "tokens hidden", either),
-        weight=(weight, "hidden", either),
+        x=(x, "tokens hidden", activation.ACTIVATIONS),
+        weight=(weight, "hidden", activation.ACTIVATIONS),
         y=(y, "tokens hidden", str(weight.dtype)),
     )
-    x_bf16, y_bf16 = x.dtype != "float32", y.dtype != "float32"
+    x_bf16, y_bf16 = activation.is_bf16(x), activation.is_bf16(y)
     if x_bf16 and not y_bf16:
         raise NotImplementedError("rms_norm: x is bfloat16 and y float32; y must be bfloat16 too")
-    launch = _rms_norm(x_bf16=x_bf16, y_bf16=y_bf16).launch
-    launch(dims["tokens"], x, weight, eps, dims["hidden"], y, stream=stream)
+    threads = 1024 if dims["hidden"] >= WIDE else 256
+    _rms_norm(x_bf16=x_bf16, y_bf16=y_bf16, threads=threads).launch(
+        dims["tokens"], x, weight, eps, dims["hidden"], y, stream=stream
+    )
