@@ -241,7 +241,12 @@ def golden_verify(
     from harness import manifest
 
     chosen = _readable(specs)
-    pairs = [(s, c) for s in chosen for c in s.cases.values() if c.sim or not sim]
+    pairs = [
+        (s, c)
+        for s in chosen
+        for c in s.cases.values()
+        if (c.sim or not sim) and manifest.fits(s, c)
+    ]
     differences = manifest.verify(chosen, select=lambda _, case: case.sim or not sim)
     for line in differences:
         say(line)
