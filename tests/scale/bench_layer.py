@@ -9,66 +9,80 @@ or its operations over MATRIX_TFLOPS where those take longer. Needs 24 GB of dev
 """
 
 import argparse
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from engine.device import copy_to_device, empty, kernel, ptr, to_device, u32
+from engine.device import copy_to_device, empty, kernel, ptr, static_range, to_device, u32, u64
 from engine.device import cuda as device_cuda
 from engine.model import Plan, Tree
 from engine.passes import ready
+from engine.ptx import address, load_global_v4, store_global_v4
 from goldens.k26_layer import config_of, layer_inputs
 from goldens.numerics import Stream
 from tests.scale.k26_layer import prepared
 
 MATRIX_TFLOPS = 790.0  # bf16, dense, as measured on an H200 by 8192^3 GEMMs
 FLUSH_BYTES = 128 << 20
-REPLAYS = 30
+REPLAYS = 22
 
 
-@kernel(threads=256, registers=16)
+@kernel(threads=256, registers=32)
 def _overwrite(
     words: ptr[u32],
     value: u32,
 ):
-    at = u32(u32(device_cuda.blockIdx.x) * u32(256)) + u32(device_cuda.threadIdx.x)
-    words[u32(at)] = value
+    at = u32(u32(u32(device_cuda.blockIdx.x) * u32(256)) + u32(device_cuda.threadIdx.x))
+    words[at] = value
 
 
-def graph_time_us(launches, flush) -> float:
-    """Median over replays of a graph of a flush and these launches."""
-    from cuda.core import LEGACY_DEFAULT_STREAM, Device
+@kernel(threads=256, registers=32)
+def _copy(
+    source: ptr[u32],
+    target: ptr[u32],
+):
+    """16 KB a block, 16 bytes a thread and turn."""
+    first = u32(u32(u32(device_cuda.blockIdx.x) * u32(1024)) + u32(device_cuda.threadIdx.x))
+    for turn in static_range(4):
+        at = u64(u64(u32(first + u32(256 * turn))) * u64(4))
+        four = load_global_v4(address(source, at))
+        store_global_v4(address(target, at), four[0], four[1], four[2], four[3])
+
+
+def _captured(calls: list) -> Any:
+    from cuda.core import Device
 
     builder = Device().create_graph_builder()
     builder.begin_building()
-    _overwrite.launch(FLUSH_BYTES // 1024, flush, 7, stream=builder)
-    for launch in launches:
-        launch.call(stream=builder)
-    graph = builder.end_building().complete()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = cuda.event(), cuda.event()
-        start.record()
-        graph.launch(LEGACY_DEFAULT_STREAM)
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return float(np.median(times))
+    for call in calls:
+        call(stream=builder)
+    return builder.end_building().complete()
+
+
+def graph_times_us(graphs: list) -> np.ndarray:
+    """Median time of each graph; one replay of each in turn, so that clocks drift for all alike."""
+    from cuda.core import LEGACY_DEFAULT_STREAM
+
+    times = np.zeros((REPLAYS, len(graphs)))
+    for replay in range(REPLAYS):
+        for index, graph in enumerate(graphs):
+            start, end = cuda.event(), cuda.event()
+            start.record()
+            graph.launch(LEGACY_DEFAULT_STREAM)
+            end.record()
+            end.synchronize()
+            times[replay, index] = 1e3 * start.elapsed_time(end)
+    return np.median(times[2:], axis=0)
 
 
 def copy_bytes_per_us() -> float:
     """Bytes read and written by a copy within the device, per microsecond."""
     size = 1 << 30
-    a, b = empty((size,), "uint8"), empty((size,), "uint8")
-    times = []
-    for _ in range(10):
-        start, end = cuda.event(), cuda.event()
-        start.record()
-        b.copy_to_device(a)
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return 2 * size / min(times)
+    a, b = empty((size // 4,), "uint32"), empty((size // 4,), "uint32")
+    copies = [partial(_copy.launch, size // 16384, a, b)] * 8
+    return 8 * 2 * size / float(graph_times_us([_captured(copies)])[0])
 
 
 def floors_us(config: dict, nodes: int, keys: int, hit: int, rate: float) -> dict[str, float]:
@@ -119,15 +133,16 @@ def measure(nodes: int, keys: int, rate: float) -> None:
     floors = floors_us(config, nodes, keys, hit, rate)
     layer = plan.launches[first:-2]
     flush = empty((FLUSH_BYTES // 4,), "uint32")
-    before = base = graph_time_us([], flush)
+    start = partial(_overwrite.launch, FLUSH_BYTES // 1024, flush, 7)
+    calls = [start, *(launch.call for launch in layer)]
+    graphs = [_captured(calls[:count]) for count in range(1, len(calls) + 1)]
+    times = graph_times_us(graphs)
     print(f"\nT = {nodes}, P = {keys}, {hit} experts hit, copy {rate / 1e6:.2f} TB/s")
-    for count, launch in enumerate(layer, 1):
-        after = graph_time_us(layer[:count], flush)
+    for launch, time in zip(layer, np.diff(times), strict=True):
         floor = floors.get(launch.name.removeprefix("layer0."))
         beside = "" if floor is None else f"{floor:9.1f} floor"
-        print(f"{launch.name:32s}{after - before:9.1f} us{beside}")
-        before = after
-    total, floor = before - base, sum(floors.values())
+        print(f"{launch.name:32s}{time:9.1f} us{beside}")
+    total, floor = times[-1] - times[0], sum(floors.values())
     print(f"{'layer':32s}{total:9.1f} us{floor:9.1f} floor, {total / floor:.2f}x")
 
 
