@@ -15,16 +15,19 @@ BAD_LOG_PROBS, BAD_BUDGET = 1, 2
 def inputs(
     rng: Stream, *, requests: int, length: int, k: int, nodes: int, pattern: str, budget: str
 ) -> dict[str, np.ndarray]:
-    """pattern: "random"; "ties" (multiples of 1/2); "equal" (all the same); "certain" (rank 0 at
-    log-probability 0); "absorbed" (steps so small that fp32 addition makes ties of unequal
-    parents); "minus_infinity" (ranks past the first few masked); "nothing" (a position wholly
-    masked); "rising", "nan", "positive" (bad input in the last request); "steep" (overflow).
-    budget: "full", "mixed" (0, full, then random), "padding" (some -1), "bad" (one too large)."""
+    """pattern: "random" (with floors); "ties" (multiples of 1/2); "coarse" (0 to -3); "equal" (all
+    the same); "certain" (rank 0 at log-probability 0); "absorbed" (steps so small that fp32
+    addition makes ties of unequal parents); "minus_infinity" (ranks past the first few masked);
+    "nothing" (a position wholly masked); "rising", "nan", "positive" (bad input in the last
+    request); "steep" (overflow). budget: "full", "mixed" (0, full, then random), "padding" (some
+    -1), "bad" (one too large)."""
     shape = (requests, length, k)
     scale = np.array([0.25, 1, 4])[rng.integers(0, 3, (requests, length, 1))]
     x = -np.abs(rng.bell(shape)) * scale
     if pattern == "ties":
         x = np.floor(x) / 2
+    elif pattern == "coarse":
+        x = -np.sort(rng.integers(0, 4, shape)).astype(np.float64)
     elif pattern == "equal":
         x = np.full(shape, -1.0)
     elif pattern == "certain":
@@ -56,10 +59,10 @@ def inputs(
 
 
 def _floors(nodes: int, pattern: str) -> np.ndarray:
-    """No floor at all, but for "random": then one that rises from -8 to -3 nats."""
+    """No floor at all, but for "random": then one that rises from -6 to 0 nats."""
     if pattern != "random":
         return np.full(nodes, -np.inf, np.float32)
-    return (-8 + 5 * np.arange(nodes) / nodes).astype(np.float32)
+    return (-6 + 6 * np.arange(nodes) / nodes).astype(np.float32)
 
 
 def reference(
