@@ -5,6 +5,8 @@ import numpy as np
 from goldens import moe_route, moe_w4a16
 from goldens.numerics import Stream, round_to
 
+DRIFT = moe_w4a16.DRIFT
+
 
 def inputs(
     rng: Stream,

@@ -46,7 +46,7 @@ from engine.ptx import (
 )
 
 GATE_UP_SLICES = 4  # of K, a warp each
-DOWN_SLICES = 4
+DOWN_SLICES = 2
 WIDTHS = (8, 16)  # slots of a block
 SHAPES = ((1, 2), (2, 2))  # column tiles of a block of slots, row tiles of a warp
 HIDDEN, INNER = (192, 256, 7168), (96, 128, 2048)  # of tiny2, tiny and K2.6
@@ -94,7 +94,7 @@ def _gate_up(*, k: int, columns: int, tiles: int):
         tiles=tiles,
         matrices=2,
         columns=columns,
-        ahead=4 // columns,
+        ahead=2,
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(GATE_UP_SLICES, FRAGMENTS)
     slot_of = _slot(columns)

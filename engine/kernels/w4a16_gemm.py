@@ -1,10 +1,10 @@
 """W4A16 GEMM: y[m, n] = sum_k x[m, k] W[n, k], W = RN_bf16(q s), fp32 accumulation.
 
 q and s are the packed words and the scales of a checkpoint, as they are on disk (engine/int4.py
-has the inner loop and the order of K). A block computes 32 rows of W for up to 64 tokens; its warps
-take the slices of K, which are added through shared memory in ascending order. y is rounded once,
-at the store. K is a compile-time constant: row strides are then immediates of the loads. Above 8
-tokens a first launch copies x into the order of the fragments; W is fetched meanwhile.
+has the inner loop and the order of K). A block computes 32 or 48 rows of W for up to 64 tokens.
+Its warps take the slices of K, which are added through shared memory in ascending order; y is
+rounded once, at the store. K is a compile-time constant: row strides are then immediates of the
+loads. `w4a16_gemm_many` first copies x into the order of the fragments; W is fetched meanwhile.
 
 A row's bits depend on K alone: SLICES is one number for every M, and a token is a column of an mma.
 """
@@ -41,13 +41,12 @@ SHAPES = {
     (1, 2): (3, 4),
     (2, 2): (2, 2),
     (2, 3): (2, 2),
-    (4, 2): (2, 2),
+    (4, 2): (2, 1),
     (8, 2): (1, 1),
-    (8, 3): (1, 1),
 }
 
 
-PERMUTED = {32: (2,), 96: (8,), 128: (2, 4), 160: (2,), 256: (8,)}
+PERMUTED = {32: (2,), 96: (2, 8), 128: (2, 4), 160: (2,), 256: (8,)}
 PERMUTED |= dict.fromkeys((384, 2048, 7168), (2, 4, 8))
 
 
@@ -58,6 +57,7 @@ PERMUTED |= dict.fromkeys((384, 2048, 7168), (2, 4, 8))
         for k, columns in PERMUTED.items()
         for c in columns
     ),
+    *({"k": k, "columns": 2, "tiles": 3, "plain": False} for k in (96, 384, 7168)),
 )
 def _w4a16_gemm(*, k: int, columns: int, tiles: int, plain: bool):
     FRAGMENTS = tiles * columns
@@ -151,8 +151,44 @@ def _permute(
         permute_chunk(x, rows, groups, x_permuted, chunk)
 
 
+def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
+    """y = x W^T with W = RN_bf16(q s). For few rows: W is read once for every 16 of x.
+
+    x [m, k] bf16; qw [n, k/8] int32 and sc [n, k/32] bf16 as in a pack-quantized checkpoint, with
+    scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. n and k are multiples of 32,
+    m is at most 256 (NotImplementedError). A row's bits follow from k alone.
+    """
+    m, n, k = _check("w4a16_gemm", x, qw, sc, y)
+    columns = min(_columns(m), 2)
+    _w4a16_gemm(k=k, columns=columns, tiles=2, plain=True).launch(
+        (n // 32, cdiv(m, 8 * columns)),
+        x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
+    )  # fmt: skip
+
+
+def w4a16_gemm_many(x, qw, sc, *, x_permuted, y, stream=None) -> None:
+    """`w4a16_gemm`, the same bits, for many rows: W is read once for every 64 of x.
+
+    x_permuted: scratch as `scratch_shapes` says. Up to 8 rows it is not used.
+    """
+    m, n, k = _check("w4a16_gemm_many", x, qw, sc, y)
+    ((tokens, width), _) = scratch_shapes(m=m, k=k)["x_permuted"]
+    check("w4a16_gemm_many", x_permuted=(x_permuted, f"{tokens} {width}", "bfloat16"))
+    columns = _columns(m)
+    if columns == 1:
+        w4a16_gemm(x, qw, sc, y=y, stream=stream)
+        return
+    chunks = tokens * width // 8
+    _permute.launch(cdiv(chunks, THREADS), x, m, k // GROUP, chunks, x_permuted, stream=stream)
+    tiles = 3 if (columns, 3) in SHAPES and n % 48 == 0 else 2
+    _w4a16_gemm(k=k, columns=columns, tiles=tiles, plain=False).launch(
+        (n // (16 * tiles), cdiv(m, 8 * columns)),
+        x_permuted, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
+    )  # fmt: skip
+
+
 def scratch_shapes(*, m: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype name of each scratch array of `w4a16_gemm`."""
+    """Shape and dtype name of each scratch array of `w4a16_gemm_many`."""
     tokens = 8 * _columns(m)
     return {"x_permuted": ((tokens * cdiv(m, tokens), padded(k)), "bfloat16")}
 
@@ -161,17 +197,9 @@ def _columns(m: int) -> int:
     return next((c for c in (1, 2, 4) if m <= 8 * c), 8)
 
 
-def w4a16_gemm(x, qw, sc, *, y, x_permuted=None, stream=None) -> None:
-    """y = x W^T with W = RN_bf16(q s).
-
-    x [m, k] bf16; qw [n, k/8] int32 and sc [n, k/32] bf16 as in a pack-quantized checkpoint, with
-    scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. Scratch x_permuted as
-    `scratch_shapes` says; without it W is read once for every 16 rows of x, with it for every 64.
-    n and k are multiples of 32, m is at most 256 (NotImplementedError). A row's bits follow from k
-    alone.
-    """
+def _check(op: str, x, qw, sc, y) -> tuple[int, int, int]:
     dims = check(
-        "w4a16_gemm",
+        op,
         x=(x, "m k", "bfloat16"),
         qw=(qw, "n words", "int32"),
         sc=(sc, "n groups", "bfloat16"),
@@ -179,28 +207,14 @@ def w4a16_gemm(x, qw, sc, *, y, x_permuted=None, stream=None) -> None:
     )
     m, n, k = dims["m"], dims["n"], dims["k"]
     if k % GROUP:
-        raise ValueError(f"w4a16_gemm: x has {k} columns, expected a multiple of {GROUP}")
+        raise ValueError(f"{op}: x has {k} columns, expected a multiple of {GROUP}")
     if dims["words"] * 8 != k or dims["groups"] * GROUP != k:
         raise ValueError(
-            f"w4a16_gemm: qw {tuple(qw.shape)} and sc {tuple(sc.shape)} "
+            f"{op}: qw {tuple(qw.shape)} and sc {tuple(sc.shape)} "
             f"do not hold [{n}, {k}] weights in groups of {GROUP}"
         )
     if n % 32 or m > MAX_TOKENS or k == 0:
         raise NotImplementedError(
-            f"w4a16_gemm: n {n} must be a multiple of 32, "
-            f"m {m} at most {MAX_TOKENS} and k {k} not 0"
+            f"{op}: n {n} must be a multiple of 32, m {m} at most {MAX_TOKENS} and k {k} not 0"
         )
-    columns, tiles = _columns(m), 2
-    plain = columns == 1 or x_permuted is None
-    if plain:
-        columns = min(columns, 2)
-    else:
-        ((tokens, width), _) = scratch_shapes(m=m, k=k)["x_permuted"]
-        check("w4a16_gemm", x_permuted=(x_permuted, f"{tokens} {width}", "bfloat16"))
-        chunks = tokens * width // 8
-        _permute.launch(cdiv(chunks, THREADS), x, m, k // GROUP, chunks, x_permuted, stream=stream)
-        x = x_permuted
-    _w4a16_gemm(k=k, columns=columns, tiles=tiles, plain=plain).launch(
-        (n // (16 * tiles), cdiv(m, 8 * columns)),
-        x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
-    )  # fmt: skip
+    return m, n, k
