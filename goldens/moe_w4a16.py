@@ -66,11 +66,17 @@ def inputs(
 
 
 def _exact_gate(rng: Stream, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows whose weights are all one of 1, 2, 4, 8, as q s with q in 1, 2, 4; or all -8."""
+    """Rows whose weights are all one of 1, 2, 4, 8, as q s with q in 1, 2, 4; or all -8.
+
+    Of many rows only about 32 are not -8: what they make is added up by down_proj, and every sum
+    must stay below 2^24 of its unit.
+    """
     groups = (*shape[:-1], shape[-1] // 32)
     log_q = rng.integers(0, 3, groups)
     value = 2.0 ** (rng.integers(0, 4, (*shape[:-1], 1)) - log_q)
-    dead = rng.integers(0, 4, (*shape[:-1], 1)) == 0
+    inner = shape[-2]
+    draw = rng.integers(0, inner // 32 if inner > 256 else 4, (*shape[:-1], 1))
+    dead = draw != 0 if inner > 256 else draw == 0
     q = np.where(dead, -8, 2**log_q)
     return pack_int4(np.repeat(q, 32, axis=-1)), round_to(np.where(dead, 1.0, value), BF16)
 
