@@ -22,16 +22,13 @@ NOT_A_NUMBER = 1
 NAN = 0x7FC00000
 
 
-@family(
-    {"per_lane": 1, "parts": 1},
-    {"per_lane": 12, "parts": 1},
-    {"per_lane": 12, "parts": 7},  # what gemm_bf16.parts says for 384 experts
-)
-def _router(*, per_lane: int, parts: int):
+@family({"per_lane": 1}, {"per_lane": 12})
+def _router(*, per_lane: int):
     @kernel(threads=THREADS, registers=96, dependent_launch=True)
     def router(
         logits: ptr[f32],  # [parts, rows, experts]
         bias: ptr[f32],  # [experts]
+        parts: u32,
         part_size: u32,  # rows * experts
         count: u32,  # of experts
         top_k: u32,
@@ -49,19 +46,22 @@ def _router(*, per_lane: int, parts: int):
         lane = u32(cuda.threadIdx.x)
         before = u32(u32(u32(1) << lane) - u32(1))  # the lanes below
         bad = u32(0)
-        for j in static_range(per_lane):  # loads alone, so that all are in flight at once
-            at = u32(u32(row * count) + min(u32(lane + u32(32 * j)), u32(count - u32(1))))
-            logit = logits[at]
-            for part in static_range(1, parts):
-                logit = f32(logit + logits[u32(at + u32(part_size * u32(part)))])
-            scores[j] = logit
         for j in static_range(per_lane):
             expert = u32(lane + u32(32 * j))
-            score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-scores[j])))))
-            scores[j] = score
-            ranks[j] = f32(score + bias[min(expert, u32(count - u32(1)))])
-            if ranks[j] != ranks[j]:
-                bad = u32(1)
+            scores[j] = f32(0)
+            ranks[j] = f32(-math.inf)
+            if expert < count:
+                at = u32(u32(row * count) + expert)
+                logit = logits[at]
+                part = u32(1)
+                while part < parts:
+                    logit = f32(logit + logits[u32(at + u32(part * part_size))])
+                    part = u32(part + u32(1))
+                score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-logit)))))
+                scores[j] = score
+                ranks[j] = f32(score + bias[expert])
+                if ranks[j] != ranks[j]:
+                    bad = u32(1)
         if cuda.any_sync(FULL, bad == u32(1)):
             i = lane
             while i < top_k:
@@ -143,7 +143,7 @@ def router(
         raise NotImplementedError(
             f"router: top_k {top_k} of {count}, at most {MAX_TOP_K} of {MAX_EXPERTS}"
         )
-    _router(per_lane=cdiv(count, 32), parts=parts).launch(
-        rows, logits, bias, rows * count, count, top_k, scale, experts, expert_weights,
+    _router(per_lane=cdiv(count, 32)).launch(
+        rows, logits, bias, parts, rows * count, count, top_k, scale, experts, expert_weights,
         status, stream=stream,
     )  # fmt: skip
