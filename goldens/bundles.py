@@ -25,6 +25,7 @@ from goldens.model import Weights
 from goldens.numerics import BF16, Stream, pack_int4, quantise, round_to
 
 NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_sample")
+MICRO = "micro-fp32"  # two dense layers: small enough to decode in the simulator, and only for that
 PINNED = Path(__file__).parent / "pinned"
 STEPS = 32  # golden tokens a prompt
 PROMPT_LENGTHS = (5, 8, 13)
@@ -34,6 +35,7 @@ _PROMPTS = {  # found by goldens/prompts.py
     "tiny2-fp32": (315, 304, 291),
     "tiny2-int4": (315, 304, 291),
     "tiny_k26": (233, 217, 433),
+    MICRO: (4785, 527, 0),  # the last one not searched: for a few tokens
     "k26_sample": (0, 1, 2),  # not searched: its weights let bf16 flip experts and tokens
 }
 LORA_EPS = 1e-6  # the default in DeepSeek's modeling file; config.json does not carry it
@@ -102,6 +104,23 @@ _SHAPES = {
         "num_experts_per_tok": 3,
         "max_position_embeddings": 4096,
     },
+    "micro": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "num_attention_heads": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    },
     "k26": {
         "vocab_size": 163840,
         "hidden_size": 7168,
@@ -147,7 +166,7 @@ def shape_of(name: str) -> str:
 
 def _split(name: str) -> tuple[str, str]:
     """Shape and rule of quantisation: tiny-int4 -> tiny, int4."""
-    if name not in NAMES and name not in _SHAPES:
+    if name not in (*NAMES, MICRO, *_SHAPES):
         raise KeyError(f"no bundle {name!r}; there are {', '.join(NAMES)}")
     shape, _, rule = name.replace("_k26", "-k26").partition("-")
     return shape, rule
@@ -229,7 +248,7 @@ def _seeded(shape_name: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         topic = stream.integers(0, experts, rows)
         return (gain * bell + _TOPIC * topics[topic]).astype(np.float32)
     if kind == "o_proj":
-        gain = _ATTENTION_GAIN[shape_name]
+        gain = _ATTENTION_GAIN.get(shape_name, 1.0)
     matrix = gain / np.sqrt(columns) * bell
     if kind == "gate":
         order = stream.permutation(experts)
@@ -254,7 +273,7 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     if name == "k26_sample":
         return public_tensors(PINNED)
     shape_name, rule = _split(name)
-    if name not in NAMES:
+    if name not in (*NAMES, MICRO):
         raise KeyError(f"{name!r} is a shape without weights; bundles are {', '.join(NAMES)}")
     made: dict[str, np.ndarray] = {}
     for tensor, shape in shapes(config(name)):

@@ -86,7 +86,7 @@ def forward(
         "latents": np.stack([layer.latent for layer in run]),
         "router_index": np.stack([g.index for g in routed]) if routed else none.astype(np.int64),
         "router_weight": np.stack([g.weight for g in routed]) if routed else none,
-        "router_gap": np.stack([g.gap for g in routed]) if routed else none[..., :, 0],
+        "router_gap": np.stack([g.gap for g in routed]) if routed else none.sum(-1),
         "router_logits": np.stack([g.logits for g in routed]) if routed else none,
     }
 

@@ -53,7 +53,11 @@ def comfortable(
         runner_up, best = np.partition(run["logits"][-1], -2)[-2:]
         token = int(run["logits"][-1].argmax())
         near_tie = best - runner_up < margin
-        if near_tie or run["router_gap"].min() < gap or token == config["eos_token_id"]:
+        if (
+            near_tie
+            or run["router_gap"].min(initial=np.inf) < gap
+            or token == config["eos_token_id"]
+        ):
             return None
         tokens.append(token)
         if loops(tokens[-16:]):

@@ -1,0 +1,491 @@
+"""Decoding with draft trees (DDTree, arXiv 2604.12989) on the engine.
+
+A round, for all requests at once: drafts -> tree_build -> the model over all nodes -> argmax or
+sample -> greedy_accept -> cache_commit -> close_round. Roots, prefix lengths, trees and the cache
+stay on the device. The launches of a round are the same every time, so on a GPU they are captured
+into one CUDA graph; what a host drafter proposes is uploaded before the graph is launched, and the
+host waits once a round, when it reads what was accepted. Nothing is allocated after start-up.
+
+Every request has `budget + 1` rows of the pass. Rows behind a tree, and those of a request that has
+ended, are padding: they see themselves alone, and no row's bits depend on its neighbours.
+
+The text is the one that decoding one token at a time gives, bit for bit in the logits.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from engine.device import SIMULATED, cdiv, copy_to_device, empty, to_device, to_host
+from engine.kernels.cache_commit import cache_commit
+from engine.kernels.close_round import close_round
+from engine.kernels.greedy_accept import greedy_accept
+from engine.kernels.sample import sample
+from engine.kernels.tree_build import tree_build
+from engine.layers import Config, Launch
+from engine.model import Model, Tree
+
+MODES = ("tree", "chain", "ar")
+EOS, MAX_NEW, CONTEXT = "eos", "max_new", "context"  # why a request ended
+PREFILL_ROWS = 64  # tokens of a prompt in one pass
+MAX_ROWS = 256  # of a pass: what the MoE kernels take
+
+
+class DecodeError(RuntimeError):
+    """A kernel met something that only the device could see; says which request and node."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one request: the tree [n], what the target said, what was accepted."""
+
+    tokens: np.ndarray  # int32 [n], the root first
+    parents: np.ndarray  # int32 [n]
+    depths: np.ndarray  # int32 [n]
+    targets: np.ndarray  # int32 [n]
+    accepted: np.ndarray  # int32 [a], nodes of the accepted path, the root (0) first
+    next_token: int  # the target token behind them
+    emitted: int  # tokens that joined the text: a, or fewer where it ended
+
+
+@dataclass
+class Decoded:
+    """What became of one request. `logits` and `cache` are filled if they were asked for; the
+    cache [layers, P, rank + rope] covers prompt + tokens[:-1]."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+    cache: np.ndarray | None = None
+    ended: str = ""
+
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.tokens
+
+
+class _Packed:
+    """int32 or fp32 arrays side by side in one device buffer: one copy moves them all."""
+
+    def __init__(self, **shapes: tuple[tuple[int, ...], str]):
+        sizes = [int(np.prod(shape)) for shape, _ in shapes.values()]
+        self.flat = empty((sum(sizes),), "int32")
+        self.host = np.zeros(sum(sizes), np.int32)
+        self._sent: np.ndarray | None = None
+        self.device, self.array = {}, {}
+        for (name, (shape, dtype)), size, end in zip(
+            shapes.items(), sizes, np.cumsum(sizes).tolist(), strict=True
+        ):
+            part = slice(end - size, end)
+            self.device[name] = self.flat[part].view(np.dtype(dtype)).reshape(shape)
+            self.array[name] = self.host[part].view(dtype).reshape(shape)
+
+    def send(self) -> None:
+        """Upload, if anything changed since the last time."""
+        if self._sent is None or not np.array_equal(self._sent, self.host):
+            copy_to_device(self.host, self.flat)
+            self._sent = self.host.copy()
+
+    def fetch(self) -> None:
+        self.host[:] = to_host(self.flat)
+
+
+class Decoder:
+    """A model, its cache and the launches of a round, for a number of requests and a budget."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Any],
+        config: Config,
+        *,
+        requests: int,
+        budget: int,
+        length: int,
+        context: int,
+        mode: str = "tree",
+        temperature: float = 0.0,
+        seed: int = 0,
+        page_size: int = 16,
+    ):
+        """length: positions that the drafter drafts. context: longest text. NotImplementedError
+        for more rows than a pass has."""
+        if mode not in MODES:
+            raise ValueError(f"decode: mode {mode!r}, expected one of {', '.join(MODES)}")
+        if budget < 0:
+            raise ValueError(f"decode: budget {budget}, expected 0 or more")
+        self.config, self.requests = config, requests
+        self.budget = 0 if mode == "ar" else budget
+        self.k = 1 if mode == "chain" else max(1, min(self.budget, config["vocab_size"]))
+        self.length = max(1, length) if self.budget else 1
+        if mode == "chain":
+            self.budget = min(self.budget, self.length)
+        self.nodes = self.budget + 1
+        self.context, self.temperature, self.seed = context, temperature, seed
+        rows = requests * self.nodes
+        if rows > MAX_ROWS:
+            raise NotImplementedError(
+                f"decode: {requests} requests of {self.nodes} nodes are {rows} rows; "
+                f"a pass has at most {MAX_ROWS}"
+            )
+        self.model = Model(
+            weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
+            positions=context + self.nodes, page_size=page_size,
+        )  # fmt: skip
+        room = min(self.nodes, self.length + 1)
+        drafts = (requests, self.length, self.k)
+        each = ((requests,), "int32")
+        self.sent = _Packed(
+            budgets=each,
+            floors=((self.nodes,), "float32"),
+            log_probs=(drafts, "float32"),
+            tokens=(drafts, "int32"),
+        )
+        self.got = _Packed(
+            accepted=((requests, room), "int32"),
+            accepted_counts=each,
+            next_tokens=each,
+            counts=each,
+            parents=((requests, self.nodes), "int32"),
+            targets=((requests, self.nodes), "int32"),
+            tree_status=each,
+            accept_status=each,
+            commit_status=each,
+            fault=each,
+        )
+        self.root_tokens = empty((requests,), "int32")
+        self.new_prefix_len = empty((requests,), "int32")
+        self.first = empty((2, 1), "int32")  # token and status of a prompt's last row
+        self.number = to_device(np.arange(requests, dtype=np.int32))
+        row_request = np.repeat(np.arange(requests, dtype=np.int32), self.nodes)
+        self.row_request = to_device(row_request)
+        self.plan = self.model.plan(rows, requests, cdiv(self.nodes, 32))
+        self.stages = self._stages(room)
+        self._graph: Any = None
+        self._warm = False
+
+    def _stages(self, room: int) -> dict[str, list[Launch]]:
+        """The launches of a round in order, by stage."""
+        plan, window, got, sent = self.plan, self.plan.window, self.got.device, self.sent.device
+        shape = (self.requests, self.nodes)
+        tree_tokens = plan.tokens.reshape(shape)
+        sites = plan.status.shape[0]
+        status = plan.status[sites - 1].reshape(self.requests * self.nodes)
+        targets = got["targets"].reshape(self.requests * self.nodes)
+        choose = partial(plan.launches[-1].call, token=targets)  # the plan's argmax
+        if self.temperature > 0:
+            choose = partial(
+                sample, plan.logits, self.row_request, window.position, token=targets,
+                status=status, temperature=self.temperature, seed=self.seed,
+            )  # fmt: skip
+        return {
+            "build": [
+                Launch(
+                    "tree_build",
+                    partial(
+                        tree_build, sent["log_probs"], sent["tokens"], self.root_tokens,
+                        sent["budgets"], sent["floors"], tree_tokens=tree_tokens,
+                        parents=got["parents"], depths=window.depth.reshape(shape),
+                        ancestors=window.ancestors.reshape((*shape, cdiv(self.nodes, 32))),
+                        counts=got["counts"], status=got["tree_status"],
+                    ),
+                )
+            ],
+            "verify": [*plan.launches[:-1], Launch("choose", choose)],
+            "accept": [
+                Launch(
+                    "greedy_accept",
+                    partial(
+                        greedy_accept, got["targets"], status.reshape(shape), tree_tokens,
+                        got["parents"], got["counts"], max_accepted=room,
+                        accepted=got["accepted"], accepted_counts=got["accepted_counts"],
+                        next_tokens=got["next_tokens"], status=got["accept_status"],
+                    ),
+                )
+            ],
+            "commit": [
+                Launch(
+                    "cache_commit",
+                    partial(
+                        cache_commit, window.page_table, window.prefix_len, got["accepted"],
+                        got["accepted_counts"], page_size=window.page_size,
+                        cache=self.model.cache.latents, new_prefix_len=self.new_prefix_len,
+                        status=got["commit_status"],
+                    ),
+                ),
+                Launch(
+                    "close_round",
+                    partial(
+                        close_round, plan.status, got["counts"], got["next_tokens"],
+                        self.new_prefix_len, root_tokens=self.root_tokens,
+                        prefix_len=window.prefix_len, fault=got["fault"],
+                    ),
+                ),
+            ],
+        }  # fmt: skip
+
+    def prefill(self, request: int, prompt: Sequence[int]) -> tuple[int, np.ndarray]:
+        """Put a prompt into the cache; its first token and the logits [vocab] it came from."""
+        model, plan = self.model, self.plan
+        model.release(request)
+        for start in range(0, len(prompt), PREFILL_ROWS):
+            part = list(prompt[start : start + PREFILL_ROWS])
+            trees: list[Tree | None] = [None] * request + [Tree.chain(part)]
+            plan = model.forward(trees)
+            plan.check()
+            model.advance(request, len(part))
+        logits = to_host(plan.logits)[-1]
+        if self.temperature <= 0:
+            return int(to_host(plan.token)[-1]), logits
+        last = len(part) - 1
+        sample(
+            plan.logits[last : last + 1], self.number[request : request + 1],
+            plan.window.position[last : last + 1], temperature=self.temperature, seed=self.seed,
+            token=self.first[0], status=self.first[1],
+        )  # fmt: skip
+        token, status = to_host(self.first)[:, 0].tolist()
+        if status:
+            raise DecodeError(f"request {request}, prompt: sample gives status {status}")
+        return token, logits
+
+    def start(self, roots: Sequence[int], texts: Sequence[int]) -> None:
+        """Begin rounds: the root of each request, and how long its text may become.
+        CacheFull if there are not enough pages."""
+        for request, most in enumerate(texts):
+            self.model.cache.reserve(request, most + self.nodes)
+        window = self.plan.window
+        starts = np.arange(self.requests + 1, dtype=np.int32) * self.nodes
+        copy_to_device(starts, window.row_start)
+        copy_to_device(np.asarray(self.model.prefix_len, np.int32), window.prefix_len)
+        copy_to_device(np.asarray(roots, np.int32), self.root_tokens)
+
+    def round(self, lap: Callable[[str], None] | None = None) -> None:
+        """Upload what was drafted, run a round, wait for it. With `lap`, stage by stage, waiting
+        and calling lap(stage) after each. DecodeError if a kernel found a fault."""
+        self.sent.send()
+        if SIMULATED or lap is not None or not self._warm:
+            for stage, launches in self.stages.items():
+                for launch in launches:
+                    launch.call(stream=None)
+                if lap is not None:
+                    to_host(self.new_prefix_len)  # waits
+                    lap(stage)
+            self._warm = True  # every kernel is loaded: a graph can be captured
+        else:
+            from cuda.core import LEGACY_DEFAULT_STREAM
+
+            if self._graph is None:
+                self._graph = self._captured()
+            self._graph.launch(LEGACY_DEFAULT_STREAM)
+        self.got.fetch()
+        self._check()
+
+    def _captured(self) -> Any:
+        from cuda.core import Device
+
+        builder = Device().create_graph_builder()
+        builder.begin_building()
+        for launches in self.stages.values():
+            for launch in launches:
+                launch.call(stream=builder)
+        return builder.end_building().complete()
+
+    def _check(self) -> None:
+        got = self.got.array
+        for request in range(self.requests):
+            where = f"request {request}"
+            if fault := int(got["fault"][request]):
+                site, node = divmod(fault - 1, self.nodes)
+                name = self.plan.sites[site]
+                raise DecodeError(f"{where}, node {node}: {name} sets a status, see its file")
+            if code := int(got["tree_status"][request]):
+                raise DecodeError(f"{where}: tree_build gives status {code}, see its file")
+            for name in ("accept", "commit"):
+                if code := int(got[name + "_status"][request]):
+                    raise DecodeError(
+                        f"{where}, node {code // 16}: {name} gives status {code % 16}, see "
+                        "greedy_accept and cache_commit"
+                    )
+
+
+def decode(
+    weights: Mapping[str, Any],
+    config: Config,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    drafter: Any,
+    *,
+    budget: int,
+    max_new: int | Sequence[int],
+    mode: str = "tree",
+    eos: Sequence[int] | None = None,
+    context: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    costs: np.ndarray | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    on_round: Callable[[int, Round], None] | None = None,
+    times: dict[str, float] | None = None,
+    profile: bool = False,
+    keep: bool = True,
+    page_size: int = 16,
+) -> list[Decoded]:
+    """Decode all prompts side by side, a round for all at a time, until all have ended.
+
+    drafter   see engine.draft; not asked in mode "ar".
+    max_new   tokens to generate, for each request if a sequence.
+    eos       tokens that end a text (default: the config's eos_token_id); they are its last.
+    context   longest text (default: max_position_embeddings).
+    costs     [budget + 1], the measured time of a round with n nodes below the root: no tree grows
+              beyond what pays.
+    on_token(request, token) is called for each token as it comes, on_round(request, round) after
+    each round; `times` gains the seconds spent in each stage, of which the captured round is one;
+    with `profile` nothing is captured and each stage is waited for. `keep`: return the logits of
+    every token, and the cache. ValueError for settings that make no sense.
+    """
+    limits = [max_new] * len(prompts) if isinstance(max_new, int) else list(max_new)
+    if not prompts or len(limits) != len(prompts) or min(limits) < 1:
+        raise ValueError(
+            f"decode: max_new {max_new}, expected 1 or more for {len(prompts)} prompts"
+        )
+    longest = config["max_position_embeddings"]
+    context = longest if context is None else context
+    if not 1 <= context <= longest:
+        raise ValueError(f"decode: context {context}, expected 1 to {longest}")
+    for number, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < context:
+            raise ValueError(
+                f"decode: prompt {number} has {len(prompt)} tokens, expected 1 to {context - 1}"
+            )
+    if eos is None:
+        eos = config.get("eos_token_id", ())
+    ends = frozenset(np.atleast_1d(np.asarray(eos, np.int64)).tolist())
+    requests = [Decoded([int(token) for token in prompt]) for prompt in prompts]
+    most = [
+        min(context, len(request.prompt) + limit)
+        for request, limit in zip(requests, limits, strict=True)
+    ]
+    times = {} if times is None else times
+    since = time.perf_counter()
+
+    def lap(stage: str) -> None:
+        nonlocal since
+        now = time.perf_counter()
+        times[stage], since = times.get(stage, 0.0) + now - since, now
+
+    decoder = Decoder(
+        weights, config, requests=len(prompts), budget=budget, mode=mode, context=max(most),
+        length=1 if mode == "ar" else drafter.length, temperature=temperature, seed=seed,
+        page_size=page_size,
+    )  # fmt: skip
+    lap("load")
+
+    def emit(number: int, tokens: Iterable[int], rows: Iterable[np.ndarray | None]) -> int:
+        """Add tokens to the text until it ends; how many."""
+        request, before = requests[number], len(requests[number].tokens)
+        for token, row in zip(tokens, rows, strict=True):
+            request.tokens.append(int(token))
+            if row is not None:
+                request.logits.append(row)
+            if on_token:
+                on_token(number, int(token))
+            if token in ends:
+                request.ended = EOS
+            elif len(request.tokens) == limits[number]:
+                request.ended = MAX_NEW
+            elif len(request.prompt) + len(request.tokens) == context:
+                request.ended = CONTEXT
+            if request.ended:
+                break
+        return len(request.tokens) - before
+
+    for number, request in enumerate(requests):
+        token, row = decoder.prefill(number, request.prompt)
+        emit(number, [token], [row if keep else None])
+    decoder.start([request.tokens[-1] for request in requests], most)
+    lap("prefill")
+    pace = _Pace(costs)
+    sent, got = decoder.sent.array, decoder.got.array
+    while any(not request.ended for request in requests):
+        sent["floors"][:] = pace.floors(decoder.nodes)
+        sent["log_probs"][:], sent["tokens"][:] = -np.inf, -1
+        for number, request in enumerate(requests):
+            sent["budgets"][number] = -1 if request.ended else decoder.budget
+            if request.ended or not decoder.budget:
+                continue
+            room = min(limits[number] - len(request.tokens), context - len(request.text))
+            reach = min(decoder.length, room - 1)  # deeper nodes could never be emitted
+            log_probs, tokens = drafter.propose(number, request.text, decoder.k)
+            sent["log_probs"][number, :reach] = log_probs[:reach]
+            sent["tokens"][number, :reach] = tokens[:reach]
+        lap("draft")
+        decoder.round(lap if profile else None)
+        tree_tokens = to_host(decoder.plan.tokens).reshape(len(prompts), decoder.nodes)
+        lap("wait" if profile else "round")
+        for number, request in enumerate(requests):
+            if request.ended:
+                continue
+            count = int(got["counts"][number])
+            path = got["accepted"][number, : got["accepted_counts"][number]].copy()
+            targets = got["targets"][number, :count].copy()
+            first = number * decoder.nodes
+            rows = [
+                to_host(decoder.plan.logits[first + node]) if keep else None
+                for node in path.tolist()
+            ]
+            emitted = emit(number, targets[path], rows)
+            pace.spend(count - 1, emitted)
+            parents = got["parents"][number, :count].copy()
+            done = Round(
+                tree_tokens[number, :count].copy(), parents, _depths(parents), targets, path,
+                int(got["next_tokens"][number]), emitted,
+            )  # fmt: skip
+            request.rounds.append(done)
+            if on_round:
+                on_round(number, done)
+        lap("emit")
+    if keep:
+        latents = to_host(decoder.model.cache.latents)
+        for number, request in enumerate(requests):
+            slots = decoder.model.cache.slots(number, len(request.text) - 1)
+            request.cache = latents[:, slots]
+    return requests
+
+
+def _depths(parents: np.ndarray) -> np.ndarray:
+    depths = np.zeros(len(parents), np.int32)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+    return depths
+
+
+class _Pace:
+    """Where to stop growing trees, by what rounds cost and what they have brought so far.
+
+    The n-th node costs costs[n] - costs[n - 1], a time in which the rounds so far brought that time
+    times tokens / time; a node of score s brings e^s tokens, and one that brings less is left out.
+    """
+
+    def __init__(self, costs: np.ndarray | None):
+        self.costs = None if costs is None else np.asarray(costs, np.float64)
+        self.tokens, self.time = 0, 0.0
+
+    def spend(self, nodes: int, tokens: int) -> None:
+        self.tokens += tokens
+        self.time += 0.0 if self.costs is None else float(self.costs[nodes])
+
+    def floors(self, nodes: int) -> np.ndarray:
+        """float32 [nodes], the least score (nats) of the n-th node."""
+        floors = np.full(nodes, -np.inf, np.float32)
+        if self.costs is None:
+            return floors
+        if len(self.costs) < nodes:
+            raise ValueError(f"decode: {len(self.costs)} costs for trees of {nodes} nodes")
+        pace = self.tokens / self.time if self.tokens else 1 / self.costs[0]
+        price = np.maximum(np.diff(self.costs[:nodes]) * pace, 0)
+        with np.errstate(divide="ignore"):
+            floors[1:] = np.log(price)
+        return floors
