@@ -38,7 +38,7 @@ _CASE = {  # keys of a case that are neither axis, scalar nor option: type, what
     "sim": (bool, "true or false"),
     "exact": (bool, "true or false"),
     "gpus": (int, "a number of GPUs, 1 or more"),
-    "timeout_s": (float, "seconds, more than 0"),
+    "timeout_s": (float, "seconds, more than 0, at most 86400"),
     "unsupported": (str, "the reason why the launcher refuses this case"),
     "constant": (str, "the reason why this golden is empty or constant"),
     "weights": (str, "the name of a bundle"),
@@ -171,7 +171,7 @@ def load(path: Path | str) -> Spec:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(path, "file", f"a readable UTF-8 file ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SpecError(path, "file", f"valid TOML ({error})") from None
     return _Reader(path, table).spec()
 
@@ -255,6 +255,11 @@ class _Reader:
             found = importlib.util.find_spec(name)
         except (ImportError, ValueError, AttributeError):
             found = None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # finding a.b imports a, which may do anything
+            said = f"a module that Python can find ({type(error).__name__} in its package)"
+            raise self.error(key, said, name) from error
         if found is None:
             raise self.error(key, "a module that Python can find", name)
 
@@ -360,7 +365,8 @@ class _Reader:
         if kind is float and _is_int(value):
             value = float(value)
         positive = kind not in (int, float) or (isinstance(value, int | float) and value > 0)
-        if type(value) is not kind or not positive or value == "":
+        endless = kind is float and isinstance(value, float) and value > 86400  # no timer takes inf
+        if type(value) is not kind or not positive or endless or value == "":
             raise self.error(where, expected, value)
         return value
 

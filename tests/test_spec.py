@@ -131,6 +131,7 @@ SMALL = "small = { rows = 3, sim = true }"
         (SMALL, SMALL.replace("3", "-3"), "cases.small.rows", "0 or more"),
         (SMALL, SMALL.replace("3", "3, gpus = 0"), "cases.small.gpus", "1 or more"),
         (SMALL, SMALL.replace("3", "3, timeout_s = 0"), "cases.small.timeout_s", "more than 0"),
+        (SMALL, SMALL.replace("3", "3, timeout_s = inf"), "cases.small.timeout_s", "at most"),
         (SMALL, SMALL.replace("3", '3, unsupported = ""'), "cases.small.unsupported", "reason"),
         (SMALL, SMALL.replace("3", "3, pattern = 3"), "cases.small.pattern", "a str"),
         (SMALL, SMALL.replace("3", "3, factor = true"), "cases.small.factor", "a float"),
@@ -158,12 +159,24 @@ def _second(old, new):
     return GOOD.replace(f"reference = {old}", f"reference = {new}")
 
 
-@pytest.mark.parametrize("content", [b"stage = ", b"\xff\xfe\x00", b"[cases]\n[cases]\n"])
+@pytest.mark.parametrize(
+    "content", [b"stage = ", b"\xff\xfe\x00", b"[cases]\n[cases]\n", b"a=" + b"[" * 9999]
+)
 def test_an_unreadable_file_is_a_spec_error(tmp_path, content):
     path = tmp_path / "x.toml"
     path.write_bytes(content)
     with pytest.raises(spec.SpecError, match=r"x\.toml: file: expected"):
         spec.load(path)
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError", "raise SystemExit(0)", "1 / 0"])
+def test_a_package_that_cannot_be_imported_is_a_spec_error(load, tmp_path, monkeypatch, text):
+    package = f"breaks_{len(text)}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(spec.SpecError, match="reference: expected a module that Python can find"):
+        load(_second('"broken.scale"', f'"{package}.oracle"'))
 
 
 def test_a_file_that_is_not_there_is_a_spec_error(tmp_path):
