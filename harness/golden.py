@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from harness import sources
 from harness.alarm import time_limit
-from harness.report import Fault, Status, replace_file
+from harness.report import Fault, Status, replace_file, told
 from harness.spec import FLOATS, Case, Output, Spec
 
 CHUNK = 1 << 22  # elements handled at once, so that temporaries stay near 100 MB
@@ -88,7 +88,9 @@ def oracle(spec: Spec) -> ModuleType:
     """The oracle's module, with the functions that it must have."""
     try:
         module = importlib.import_module(spec.reference)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and pytest.skip, which would be no failure
         raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}: {_told(error)}") from error
     for name in ("inputs", "reference", *(["witness"] if spec.stage == "golden" else [])):
         if not callable(getattr(module, name, None)):
@@ -282,7 +284,9 @@ def _call(function: Callable, module: str, offered: Mapping[str, Any], *args: An
         keywords = {p.name: offered[p.name] for p in parameters if p.name in offered}
     try:
         returned = function(*args, **keywords)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise Fault(Status.GOLDEN_ERROR, f"{name}: {_told(error)}") from error
     if not isinstance(returned, dict):
         raise Fault(Status.GOLDEN_ERROR, f"{name} returned {type(returned).__name__}, not a dict")
@@ -291,7 +295,7 @@ def _call(function: Callable, module: str, offered: Mapping[str, Any], *args: An
 
 def _told(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    return f"{told(error)} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _same_names(where: str, got: Iterable, want: Iterable, optional: Iterable = ()) -> None:

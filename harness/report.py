@@ -45,8 +45,23 @@ class Fault(Exception):
     """Ends a case with this status. `lost` says that the process's GPU context is unusable."""
 
     def __init__(self, status: Status, message: str, *, lost: bool = False):
+        message = printable(message)
         super().__init__(message)
         self.status, self.message, self.lost = status, message, lost
+
+
+def printable(text: str) -> str:
+    """Text of others, with what a terminal or UTF-8 cannot take (ESC, lone surrogates) escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def told(error: BaseException) -> str:
+    """Type and text of an error, whose `__str__` may fail in turn."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"its text cannot be had, {type(another).__name__}"
+    return f"{type(error).__name__}: {text}"
 
 
 @dataclass(frozen=True)

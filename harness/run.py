@@ -22,7 +22,7 @@ from harness import sources
 from harness.alarm import time_limit
 from harness.compare import Actual, compare
 from harness.golden import Golden
-from harness.report import Fault, Result, Status, Verdict
+from harness.report import Fault, Result, Status, Verdict, told
 from harness.spec import Case, Spec
 
 GUARD = 1 << 16  # bytes before and after every tensor
@@ -163,11 +163,13 @@ def _refused(case: Case, launcher: Launcher, setup: "_Setup") -> NoReturn:
         launcher(**setup.arguments(launcher, second=False))
     except NotImplementedError as error:
         raise Fault(Status.UNSUPPORTED, f"{case.unsupported} ({error})") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise Fault(
             Status.CRASHED,
             f"the case is declared unsupported, which a launcher says with NotImplementedError; "
-            f"it raised {type(error).__name__}: {error}",
+            f"it raised {told(error)}",
         ) from error
     raise Fault(Status.SPEC_ERROR, "the case is declared unsupported, but the launcher ran it")
 
@@ -189,8 +191,13 @@ def load_launcher(spec: Spec, kernel: str | Launcher | None = None) -> Launcher:
     module, _, function = name.partition(":")
     try:
         launcher = getattr(importlib.import_module(module), function, None)
-    except (Exception, SystemExit) as error:
-        raise Fault(Status.CRASHED, f"{module} cannot be imported: {_told(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and pytest.skip, which would be no failure
+        said = f"{module} cannot be imported: {_told(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            said += "; it is looked for in this folder and on PYTHONPATH"
+        raise Fault(Status.CRASHED, said) from error
     if not callable(launcher):
         raise Fault(Status.SPEC_ERROR, f"kernel {name!r}: {module} has no function {function!r}")
     return launcher
@@ -335,7 +342,9 @@ class _Setup:
             returned, self.time_us = launch(launcher, keywords, limit_s, second)
         except Fault:
             raise
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, and pytest.skip, which would be no failure
             lost = _context_lost()
             if _inside_a_block(error) and isinstance(error, IndexError):
                 raise Fault(Status.OUT_OF_BOUNDS, _told(error)) from error
@@ -385,7 +394,7 @@ def _overlap(a: Any, b: Any) -> bool:
         return np.shares_memory(a._ary, b._ary)
     try:
         x, y = a.__cuda_array_interface__, b.__cuda_array_interface__
-    except (AttributeError, TypeError):
+    except Exception:  # it is whatever a launcher returned
         return False
     size = math.prod(y["shape"]) * np.dtype(y["typestr"]).itemsize
     return y["data"][0] <= x["data"][0] < y["data"][0] + size
@@ -462,7 +471,7 @@ def _context_lost() -> bool:
 def _inside_a_block(error: BaseException) -> bool:
     """Whether a simulated thread raised it, and not the launcher's host code."""
     notes = getattr(error, "__notes__", ())
-    return any("of block" in n for n in notes) or "ctaid=" in str(error)
+    return any("of block" in n for n in notes) or "ctaid=" in told(error)
 
 
 def _told(error: BaseException) -> str:
@@ -471,4 +480,4 @@ def _told(error: BaseException) -> str:
     frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1])
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return f"{type(error).__name__}: {error}{notes} ({where})"
+    return f"{told(error)}{notes} ({where})"

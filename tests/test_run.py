@@ -294,7 +294,15 @@ def test_a_module_that_cannot_be_imported_is_a_crash(judge, tmp_path, monkeypatc
     assert "no_such_library" in verdict.message
 
 
-@pytest.mark.parametrize("text", ["def scale(:\n", "raise SystemExit(0)\n", "\0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def scale(:\n",
+        "raise SystemExit(0)\n",
+        "\0",
+        "import pytest\npytest.importorskip('no_such_module')\n",
+    ],
+)
 def test_a_module_that_python_cannot_read_or_that_leaves_is_a_crash(
     judge, tmp_path, monkeypatch, text
 ):
@@ -308,6 +316,62 @@ def test_a_launcher_that_ends_the_program_is_a_crash(judge):
         sys.exit(0)
 
     assert judge(leaves).status is Status.CRASHED
+
+
+def test_a_launcher_that_skips_is_a_crash_and_no_skip(judge):
+    def skips(x, *, factor, y):
+        pytest.skip("no tensor cores")
+
+    verdict = judge(skips)
+    assert verdict.status is Status.CRASHED
+    assert "no tensor cores" in verdict.message
+
+
+@pytest.mark.parametrize("leave", [sys.exit, pytest.skip])
+def test_an_oracle_that_leaves_is_a_golden_error(judge, oracle, leave):
+    def reference(*, x, factor):
+        leave("not today")
+
+    verdict = judge(None, oracle(reference))
+    assert verdict.status is Status.GOLDEN_ERROR
+    assert "not today" in verdict.message
+
+
+def test_an_error_that_cannot_be_told_is_a_crash_all_the_same(judge):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def raises(x, *, factor, y):
+        raise Mute
+
+    verdict = judge(raises)
+    assert verdict.status is Status.CRASHED
+    assert "Mute: its text cannot be had, ValueError" in verdict.message
+
+
+def test_what_a_terminal_or_utf8_cannot_take_is_escaped(judge):
+    def raises(x, *, factor, y):
+        raise ValueError("\udcff \x1b[31m \x00 \N{GREEK SMALL LETTER ALPHA}")
+
+    verdict = judge(raises)
+    assert r"\udcff \x1b[31m \x00 " + "\N{GREEK SMALL LETTER ALPHA}" in verdict.message
+    report.failure_text(verdict).encode()
+
+
+def test_what_is_returned_may_be_anything(judge):
+    class Hostile:
+        @property
+        def __cuda_array_interface__(self):
+            raise RuntimeError
+
+    def returns(x, *, factor, y):
+        scale(x, factor=factor, y=y)
+        return Hostile()
+
+    verdict = judge(returns)
+    assert verdict.status is Status.ALIASED
+    assert "returned a Hostile" in verdict.message
 
 
 def test_a_missing_function_is_a_spec_error(judge):
