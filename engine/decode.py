@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from engine.device import SIMULATED, cdiv, copy_to_device, empty, to_device, to_host
+from engine.draft import Ngram, Replay
 from engine.kernels.cache_commit import cache_commit
 from engine.kernels.close_round import close_round
 from engine.kernels.greedy_accept import greedy_accept
@@ -489,3 +491,65 @@ class _Pace:
         with np.errstate(divide="ignore"):
             floors[1:] = np.log(price)
         return floors
+
+
+def decode_runs(
+    text,
+    prompt_start,
+    log_probs,
+    guesses,
+    *,
+    budget: int,
+    length: int,
+    chain: bool,
+    ngram: bool,
+    weights: Mapping[str, Any],
+    config: Config,
+    tokens,
+    trees,
+    parents,
+    accepted,
+    cache,
+    logits,
+    stream=None,
+) -> None:
+    """A whole run as a launcher, for specs of stage decode. Allocates: it stands for a process.
+
+    text [tokens] int32, request r from prompt_start[r]; log_probs fp32 and guesses int32
+    [requests, new, k], tables for engine.draft.Replay; ngram: that drafter instead. Written: tokens
+    [requests, new], trees and parents [requests, new, budget + 1], accepted
+    [requests, new, length + 1] int32, -1 where unused; cache [requests, layers, rows, rank + rope]
+    and logits [requests, new, vocab] fp32, 0 where unused.
+    """
+    given, starts = to_host(text), to_host(prompt_start).tolist()
+    prompts = [given[a:b].tolist() for a, b in pairwise(starts)]
+    drafter: Any = Replay(
+        list(to_host(log_probs)), list(to_host(guesses)), [len(p) for p in prompts], length
+    )
+    if ngram:
+        drafter = Ngram(length)
+    mode = "chain" if chain else "tree"
+    new = tokens.shape[1]
+    runs = decode(
+        weights, config, prompts, drafter, budget=budget, max_new=new, mode=mode, eos=(),
+        page_size=4,
+    )  # fmt: skip
+    made = {
+        name: np.full(tuple(array.shape), -1 if array.dtype == np.int32 else 0, array.dtype)
+        for name, array in (
+            ("tokens", tokens), ("trees", trees), ("parents", parents), ("accepted", accepted),
+            ("cache", cache), ("logits", logits),
+        )
+    }  # fmt: skip
+    for r, run in enumerate(runs):
+        made["tokens"][r] = run.tokens
+        for i, done in enumerate(run.rounds):
+            made["trees"][r, i, : len(done.tokens)] = done.tokens
+            made["parents"][r, i, : len(done.tokens)] = done.parents
+            made["accepted"][r, i, : len(done.accepted)] = done.accepted
+        if run.cache is not None:
+            made["cache"][r, :, : run.cache.shape[1]] = run.cache.astype(np.float32)
+        made["logits"][r] = run.logits
+    outputs = (tokens, trees, parents, accepted, cache, logits)
+    for array, out in zip(made.values(), outputs, strict=True):
+        copy_to_device(array, out)

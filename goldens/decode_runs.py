@@ -1,0 +1,109 @@
+"""Whole decoding runs: every tree, path and token, the cache at the end, each token's logits.
+
+Trees hang on tokens alone (both drafters read nothing else), and the golden prompts decode without
+near-ties, so integers are compared exactly. Floats are the faithful model's, within what rounding
+errors do to a fresh pass over the whole text (goldens.rounding.companions).
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from goldens import bundles
+from goldens.decode import decode
+from goldens.drafters import Ngram, Replay, replay_table
+from goldens.forward import forward
+from goldens.model import Weights
+from goldens.numerics import Stream
+from goldens.rounding import Rounding, companions
+
+
+def inputs(
+    rng: Stream,
+    *,
+    requests: int,
+    new: int,
+    k: int,
+    first: int,
+    second: int,
+    bundle: str,
+    weights: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+) -> dict[str, np.ndarray]:
+    """The golden prompts, and their continuations as a drafter would guess them that is right
+    first / 100 of the time at rank 0 and second / 100 at rank 1."""
+    prompts = bundles.prompts(bundle)[:requests]
+    ready = Weights.of(weights)
+    runs = decode(ready, config, prompts, None, budget=0, max_new=new, mode="ar", eos=())
+    accuracy = (first / 100, second / 100)
+    tables = [
+        replay_table(run.tokens, config["vocab_size"], k, accuracy, rng.fork(number))
+        for number, run in enumerate(runs)
+    ]
+    lengths = [len(prompt) for prompt in prompts]
+    return {
+        "text": np.concatenate(prompts).astype(np.int32),
+        "prompt_start": np.cumsum([0, *lengths]).astype(np.int32),
+        "log_probs": np.stack([table[0] for table in tables]),
+        "guesses": np.stack([table[1] for table in tables]),
+    }
+
+
+def reference(
+    *,
+    text: np.ndarray,
+    prompt_start: np.ndarray,
+    log_probs: np.ndarray,
+    guesses: np.ndarray,
+    budget: int,
+    length: int,
+    chain: bool,
+    ngram: bool,
+    weights: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+) -> dict[str, np.ndarray]:
+    """Unused entries are -1, or 0 in floats. ngram: that drafter, in place of the tables."""
+    requests, new = log_probs.shape[:2]
+    ready, nodes = Weights.of(weights), budget + 1
+    prompts = [text[a:b] for a, b in pairwise(prompt_start)]
+    drafter: Any = Replay(list(log_probs), list(guesses), [len(p) for p in prompts], length)
+    if ngram:
+        drafter = Ngram(length)
+    mode = "chain" if chain else "tree"
+    runs = decode(
+        ready, config, prompts, drafter, budget=budget, max_new=new, mode=mode, eos=()
+    )  # fmt: skip
+    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    rows = max(len(p) for p in prompts) + new - 1
+    cache = np.zeros((requests, config["num_hidden_layers"], rows, width))
+    logits = np.zeros((requests, new, config["vocab_size"]))
+    out = {
+        "tokens": np.full((requests, new), -1, np.int32),
+        "trees": np.full((requests, new, nodes), -1, np.int32),
+        "parents": np.full((requests, new, nodes), -1, np.int32),
+        "accepted": np.full((requests, new, length + 1), -1, np.int32),
+        "cache": cache,
+        "cache.magnitude": np.zeros_like(cache),
+        "logits": logits,
+        "logits.magnitude": np.zeros_like(logits),
+    }
+    for r, run in enumerate(runs):
+        out["tokens"][r] = run.tokens
+        for i, done in enumerate(run.rounds):
+            out["trees"][r, i, : len(done.tokens)] = done.tokens
+            out["parents"][r, i, : len(done.tokens)] = done.parents
+            out["accepted"][r, i, : len(done.accepted)] = done.accepted
+        chosen = forward(ready, config, run.text[:-1])["router_index"]
+        own = run.cache.shape[1]
+
+        def floats(rounding: Rounding, run: Any = run, chosen: Any = chosen) -> dict:
+            done = forward(ready, config, run.text[:-1], rounding=rounding, chosen=chosen)
+            return {"cache": done["latents"], "logits": done["logits"][-new:]}
+
+        size = companions(floats, ready.activations, Stream("decode_runs", r))
+        out["cache"][r, :, :own], out["logits"][r] = run.cache, run.logits
+        out["cache.magnitude"][r, :, :own] = size["cache"]
+        out["logits.magnitude"][r] = size["logits"]
+    return out
