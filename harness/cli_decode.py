@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, say, show, told
+from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, say, show
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -142,7 +142,7 @@ def decode(
         return Run(done, times, time.perf_counter() - started)
 
     say(f"{path} on {where.name}: {mode.value}" + ("" if mode is Mode.ar else f", {drafter.value}"))
-    with told():
+    try:
         alone = None
         if compare or (drafter is Drafter.replay and mode is not Mode.ar):
             alone = run(Mode.ar, None)
@@ -152,6 +152,8 @@ def decode(
                 drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
             )
         done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
+    except (ValueError, OSError, NotImplementedError, RuntimeError, ArithmeticError) as error:
+        fail(error)
     print(flush=True)
     summary(done, len(prompts))
     if compare and alone is not None and not same(done.requests, alone.requests):
