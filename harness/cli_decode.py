@@ -152,7 +152,9 @@ def decode(
                 drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
             )
         done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
-    except (ValueError, OSError, NotImplementedError, RuntimeError, ArithmeticError) as error:
+    except typer.Exit:  # a RuntimeError too
+        raise
+    except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
         fail(error)
     print(flush=True)
     summary(done, len(prompts))
