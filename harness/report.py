@@ -110,13 +110,13 @@ def broken(error: SpecError) -> Verdict:
     """The verdict on a spec that could not be read. It belongs to every stage."""
     stem = Path(error.file).stem
     return Verdict(
-        id=f"specs/{Path(error.file).name}::spec",
+        id=f"specs/{printable(Path(error.file).name)}::spec",
         stage=None,
         spec=stem,
         case="spec",
         status=Status.SPEC_ERROR,
         device="none",
-        message=str(error),
+        message=printable(str(error)),
     )
 
 
@@ -240,7 +240,7 @@ def table(verdicts: Sequence[Verdict]) -> Any:
     for v in verdicts:
         style = "green" if v.status is Status.PASSED else "yellow" if v.ok else "bold red"
         grid.add_row(
-            v.spec,
+            Text(v.spec),  # brackets are markup to rich
             v.case,
             v.device,
             Text(v.status, style=style),

@@ -46,13 +46,15 @@ _CASE = {  # keys of a case that are neither axis, scalar nor option: type, what
 # Keywords that the harness itself passes to oracles and launchers.
 _TAKEN = {"rng", "exact", "weights", "config", "stream"}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class SpecError(ValueError):
     """A spec that cannot be used: `file`, `key`, and what was `expected` there."""
 
     def __init__(self, file: Path | str, key: str, expected: str, got: object = None):
-        self.file, self.key, self.expected, self.got = str(file), key, expected, got
+        self.file = str(file).encode(errors="backslashreplace").decode()  # a name may be no UTF-8
+        self.key, self.expected, self.got = key, expected, got
         super().__init__(file, key, expected, got)
 
     def __str__(self) -> str:
@@ -167,6 +169,8 @@ def discover(root: Path | str = ".") -> list[Path]:
 def load(path: Path | str) -> Spec:
     """Read one spec. Raises SpecError for whatever is wrong with it."""
     path = Path(path)
+    if not _STEM.fullmatch(path.stem):  # a part of pytest ids and of file names in the cache
+        raise SpecError(path, "file", "a name of letters, digits, _, - and .", path.name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

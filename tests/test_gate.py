@@ -105,6 +105,23 @@ def test_a_broken_spec_fails_a_stage_that_is_not_its_own(project):
     assert "specs/broken.toml::spec SPEC_ERROR" in done.stdout
 
 
+def test_a_spec_that_pytest_cannot_be_asked_for_costs_no_other_its_verdict(project):
+    (project.folder / "specs" / "folder.toml").mkdir()
+    (project.folder / "specs" / "dangling.toml").symlink_to("nowhere")
+    for name in ("a[b].toml", "a::b.toml", "a b.toml", os.fsdecode(b"\xff.toml")):
+        (project.folder / "specs" / name).write_text("")
+    done = project.gate()
+    assert done.returncode == 1
+    assert done.stdout.count("SPEC_ERROR on none") == 6
+    assert "specs/folder.toml::spec SPEC_ERROR" in done.stdout
+    assert "a name of letters" in done.stdout
+    found = project.statuses()
+    assert len(found) == 6, found
+
+    kept = project.gate("--keep-going")
+    assert "2 passed, 6 failed" in kept.stdout, kept.stdout
+
+
 def test_a_case_that_vanishes_on_the_way_fails(project):
     project.write(
         "conftest.py",
