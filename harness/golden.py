@@ -386,8 +386,10 @@ def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
     Only the simulator's cases are tried, if there are any.
     """
     path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError):
-        return list(json.loads(path.read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        names = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(names, list) and all(name in spec.inputs for name in names):
+            return names
     left = set(spec.inputs)
     cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
     for case in sorted(cases, key=lambda c: sum(map(math.prod, spec.shapes(c).values()))):

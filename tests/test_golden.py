@@ -251,8 +251,13 @@ def test_sensitivity_finds_the_input_that_is_ignored(load, tmp_path, monkeypatch
     loaded = load(("[outputs]", 'w = { shape = [2], dtype = "int32" }\n[outputs]'))
     assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "w": False}
     assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
-    monkeypatch.setattr(golden, "sensitivity", None)  # known from now on
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
+    with monkeypatch.context() as known:
+        known.setattr(golden, "sensitivity", None)  # known from now on
+        assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
+    (kept,) = (tmp_path / "c").glob("*.inputs.*.json")
+    for damaged in ("5", '"w"', "{}", '["nothing"]', "[[]]", ""):
+        kept.write_text(damaged)
+        assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
 
 
 def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
