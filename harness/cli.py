@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -200,6 +201,12 @@ def gate(
     if case and asked.elsewhere:
         names = ", ".join(s.case_id(c) for s, c in asked.elsewhere)
         fail(f"asked for and cannot run here ({choice.why}): {names}", 1)
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+        if not os.access(report, os.W_OK):
+            fail(f"--report {report}: cannot be written to; name another folder")
+    except OSError as error:
+        fail(f"--report {report}: {error}; name another folder")
     say(f"device: {choice.device} ({choice.why})")
     narrowed = bool(spec or case or kernel or shard)
     run = stages.Gate(

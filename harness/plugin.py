@@ -559,7 +559,8 @@ class Run:
         if self.seconds:
             times = {**self.earlier(), **self.seconds}
             everything = {**read_json(root / SECONDS), self.choice.device: times}
-            report.replace_file(root / SECONDS, json.dumps(everything, indent=1).encode())
+            with contextlib.suppress(OSError):  # a read-only checkout costs the order alone
+                report.replace_file(root / SECONDS, json.dumps(everything, indent=1).encode())
         if self.config.option.kdtr_report:
             path = self.config.invocation_params.dir / self.config.option.kdtr_report
             report.write(path / "report.json", self.sorted_verdicts(), **self.context())

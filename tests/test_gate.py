@@ -122,6 +122,25 @@ def test_a_spec_that_pytest_cannot_be_asked_for_costs_no_other_its_verdict(proje
     assert "2 passed, 6 failed" in kept.stdout, kept.stdout
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkout_that_cannot_be_written_to_costs_time_alone(project, tmp_path_factory, workers):
+    (project.folder / ".cache").write_text("in the way, as root may write everywhere")
+    reports = tmp_path_factory.mktemp("reports")
+    done = project.gate("--report", str(reports), workers=workers)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed, 0 failed" in done.stdout
+    assert "is not kept for later stages" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_report_folder_that_cannot_be_made_is_told_before_anything_runs(project):
+    project.write("taken", "")
+    done = project.gate("--report", "taken/report")
+    assert done.returncode == 2
+    assert "name another folder" in done.stdout
+    assert "stage" not in done.stdout
+
+
 def test_a_case_that_vanishes_on_the_way_fails(project):
     project.write(
         "conftest.py",
