@@ -60,6 +60,8 @@ from engine.ptx import (
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
+    pdl_launch_dependents,
+    pdl_wait,
     popc,
     scale_rows,
     shared_address,
@@ -192,6 +194,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
         threads=THREADS,
         registers=255,
         dynamic_shared=SHARED,
+        dependent_launch=True,
         sass=("HMMA", "LDSM", "LDGSTS"),
     )
     def tree_verify_mla_bf16(
@@ -210,6 +213,8 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         words_of_shared = cuda.shared.array(0, u32)
         floats_of_shared = cuda.shared.array(0, f32)
@@ -496,6 +501,7 @@ def _tree_verify_mla_wgmma(*, heads_tile: int, rank: int, rope: int):
         threads=THREADS,
         registers=168,
         dynamic_shared=SHARED,
+        dependent_launch=True,
         sass=("HGMMA", "LDGSTS"),
         archs=("sm_90a",),
     )
@@ -515,6 +521,8 @@ def _tree_verify_mla_wgmma(*, heads_tile: int, rank: int, rope: int):
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         path = cuda.shared.array(0, u32)[PATH_AT // 4 :]
         factors = cuda.shared.array(0, f32)[FACTOR_AT // 4 :]  # [2, heads_tile]
@@ -657,7 +665,9 @@ def _tree_verify_mla_wgmma(*, heads_tile: int, rank: int, rope: int):
                 barrier_sync(u32(u32(READY) + odd), u32(THREADS))
                 low_factor = factors[u32(u32(odd * u32(heads_tile)) + low_row)]
                 high_factor = factors[u32(u32(odd * u32(heads_tile)) + u32(low_row + u32(8)))]
-                sums = rescale(sums, low_factor, high_factor)
+                moved = low_factor != f32(1) or high_factor != f32(1)
+                if cuda.any_sync(FULL, moved):  # a factor of one changes no bit
+                    sums = rescale(sums, low_factor, high_factor)
                 its_values = u32(keys + u32(group * u32(VALUE_TILES // 8 * K_CHUNK)))
                 sums = mix(
                     sums,
@@ -684,7 +694,7 @@ def _tree_verify_mla_wgmma(*, heads_tile: int, rank: int, rope: int):
     return tree_verify_mla_wgmma
 
 
-@kernel(threads=SIMT_THREADS, registers=96)
+@kernel(threads=SIMT_THREADS, registers=96, dependent_launch=True)
 def _tree_verify_mla_f32(
     q: ptr[f32],  # [rows, heads, width]
     cache: ptr[f32],  # [slots, width]
@@ -704,6 +714,8 @@ def _tree_verify_mla_f32(
     stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2], out
 ):
     """One block a row, range and head: two threads share a key's score, a thread owns columns."""
+    pdl_launch_dependents()
+    pdl_wait()
     path = cuda.shared.array(MAX_NODES, u32)
     slots = cuda.shared.array(TILE, u32)
     halves = cuda.shared.array(SIMT_THREADS, f32)
@@ -787,7 +799,7 @@ def _tree_verify_mla_f32(
 def _fold(*, bf16: bool):
     o_type = u16 if bf16 else f32
 
-    @kernel(threads=FOLD_THREADS, registers=64)
+    @kernel(threads=FOLD_THREADS, registers=64, dependent_launch=True)
     def fold(
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank]
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]
@@ -802,6 +814,8 @@ def _fold(*, bf16: bool):
         o: ptr[o_type],  # [rows, heads, rank], out
     ):
         """A thread folds the ranges of four columns of one head, in ascending order."""
+        pdl_launch_dependents()
+        pdl_wait()
         row = u32(cuda.blockIdx.x)
         quad = u32(u32(u32(cuda.blockIdx.y) * u32(FOLD_THREADS)) + u32(cuda.threadIdx.x))
         quads = u32(rank >> u32(2))
