@@ -19,18 +19,18 @@ from numba.cuda import types
 from engine.device import SIMULATED, f32, i32, u32, u64
 
 __all__ = [
-    "address", "advance", "atomic_add", "barrier_arrive", "barrier_sync", "bf16_to_f32",
-    "bf16x2_high", "bf16x2_low", "bits_to_f32", "cp_async_16", "cp_async_16_zfill",
-    "cp_async_commit", "cp_async_wait", "exp2", "f32_to_bf16", "f32_to_bits", "fence_async",
-    "fma", "fma_dot4", "int4_factors", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans",
-    "load_global_nc_v4", "load_global_ro_v4", "load_global_u16", "load_global_u32",
-    "load_global_v2", "load_global_v4", "load_global_v4_or_zero", "load_rows", "load_rows_u16",
-    "load_shared_u32", "load_shared_v2", "load_shared_v4", "lop3", "matrix_descriptor",
-    "mma_bf16", "mma_bf16_slice", "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2",
-    "pdl_launch_dependents", "pdl_wait", "popc", "prmt", "reciprocal", "scale_rows",
-    "shared_address", "store_global_u16", "store_global_u32", "store_global_v2",
-    "store_global_v4", "store_shared_u32", "store_shared_v2", "store_shared_v4", "warp_max_u32",
-    "warp_min_u32", "warp_sum_u32", "wgmma_bf16", "wgmma_wait", "zeros_f32", "zeros_u32",
+    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
+    "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
+    "exp2", "f32_to_bf16", "f32_to_bits", "fence_async", "fma", "fma_dot4", "int4_factors",
+    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
+    "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4",
+    "load_global_v4_or_zero", "load_rows", "load_rows_u16", "load_shared_u32", "load_shared_v2",
+    "load_shared_v4", "lop3", "matrix_descriptor", "mma_bf16", "mma_bf16_slice",
+    "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents",
+    "pdl_wait", "popc", "prmt", "reciprocal", "scale_rows", "shared_address",
+    "store_global_u16", "store_global_u32", "store_global_v2", "store_global_v4",
+    "store_shared_u32", "store_shared_v2", "store_shared_v4", "warp_max_u32", "warp_min_u32",
+    "warp_sum_u32", "wgmma_bf16", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
 
 if not SIMULATED:
@@ -487,8 +487,6 @@ if not SIMULATED:
 
         return mma
 
-    barrier_sync = _ptx("bar.sync $0, $1;", [], [u32, u32], memory=True)
-    barrier_arrive = _ptx("bar.arrive $0, $1;", [], [u32, u32], memory=True)
     fence_async = _ptx("fence.proxy.async.shared::cta;", [], [], memory=True)
 
     @intrinsic
@@ -512,16 +510,9 @@ if not SIMULATED:
         return types.uint64(u32, u32, u32), codegen
 
     def wgmma_bf16(
-        columns: int,
-        steps: Sequence[tuple[int, int]],
-        *,
-        accumulate: bool,
-        transposed: bool,
-        wait: bool = True,
+        columns: int, steps: Sequence[tuple[int, int]], *, accumulate: bool, transposed: bool
     ) -> Callable:
-        """Makes an intrinsic: a chain of wgmma m64n<columns>k16, one group.
-
-        Without `wait` nothing but wgmma_wait may touch the sums that it returns.
+        """Makes an intrinsic: a chain of wgmma m64n<columns>k16, waited for.
 
         (a, b) -> sums, or (sums, a, b) -> sums; sums are columns / 2 f32 in a tuple, as of m16n8
         tiles of a warp's 16 rows. a, b: descriptors; `steps` lists what each step adds to their
@@ -541,9 +532,7 @@ if not SIMULATED:
             ]
             if i == 0 and not accumulate:
                 lines += ["setp.ne.b32 p, one, 0;"]
-        lines += ["wgmma.commit_group.sync.aligned;"]
-        lines += ["wgmma.wait_group.sync.aligned 0;"] if wait else []
-        lines += ["}"]
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
         constraints = ["=f"] * count + [str(i) for i in range(count) if accumulate] + ["l", "l"]
         constraints += ["~{memory}"]
         struct = ir.LiteralStructType([_F32] * count)
@@ -579,25 +568,6 @@ if not SIMULATED:
                 return sums_type(u64, u64), codegen
 
         return product
-
-    def wgmma_wait(columns: int) -> Callable:
-        """Makes an intrinsic: sums -> sums, when every wgmma of the warp is done."""
-        count = columns // 2
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["~{memory}"]
-        llvm = ir.FunctionType(ir.LiteralStructType([_F32] * count), [_F32] * count)
-        text = "wgmma.wait_group.sync.aligned 0;"
-        asm = ir.InlineAsm(llvm, text, ",".join(constraints), side_effect=True)
-
-        @intrinsic
-        def wait(context: Any, sums: Any) -> Any:
-            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                result = builder.call(asm, cgutils.unpack_tuple(builder, args[0]))
-                parts = [builder.extract_value(result, i) for i in range(count)]
-                return context.make_tuple(builder, signature.return_type, parts)
-
-            return types.UniTuple(f32, count)(types.UniTuple(f32, count)), codegen
-
-        return wait
 
     bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
     f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
@@ -792,14 +762,6 @@ else:
 
         return scale
 
-    def barrier_sync(name: int, threads: int) -> None:
-        """Barrier `name` of the block, which `threads` of its threads reach."""
-        simulator.current().block.named_barrier(simulator.current(), int(name), int(threads), True)
-
-    def barrier_arrive(name: int, threads: int) -> None:
-        """The same without waiting for the others."""
-        simulator.current().block.named_barrier(simulator.current(), int(name), int(threads), False)
-
     def fence_async() -> None:
         """One memory here."""
 
@@ -821,12 +783,7 @@ else:
         return (low << 16 | high << 24).view(np.float32).astype(np.float64)
 
     def wgmma_bf16(
-        columns: int,
-        steps: Sequence[tuple[int, int]],
-        *,
-        accumulate: bool,
-        transposed: bool,
-        wait: bool = True,
+        columns: int, steps: Sequence[tuple[int, int]], *, accumulate: bool, transposed: bool
     ) -> Callable:
         tiles = columns // 8
         spots = [
@@ -855,9 +812,6 @@ else:
             return simulator.collective(_MASK, (warp, sums, *arguments[-2:]), combine)
 
         return product
-
-    def wgmma_wait(columns: int) -> Callable:
-        return lambda sums: sums
 
     def zeros_f32(count: int) -> Callable:
         return lambda: (np.float32(0),) * count

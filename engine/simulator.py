@@ -111,7 +111,6 @@ class Block:
         self.live = 0
         self.warps: dict[tuple[int, int], dict[int, Any]] = {}
         self.warp_results: dict[int, Any] = {}
-        self.named: dict[int, list] = {}  # barrier -> [threads that arrived, threads that wait]
         self.hub = greenlet.getcurrent()
 
     def barrier(self, thread: Thread) -> None:
@@ -124,18 +123,6 @@ class Block:
         if self.waiting and len(self.waiting) == self.live:
             self.ready.extend(sorted(self.waiting, key=lambda t: t.thread_id * _order))
             self.waiting.clear()
-
-    def named_barrier(self, thread: Thread, name: int, threads: int, wait: bool) -> None:
-        """bar.sync or bar.arrive; the barrier starts anew when `threads` have come."""
-        arrived, waiting = self.named.setdefault(name, [0, []])
-        if arrived + 1 == threads:
-            self.named[name] = [0, []]
-            self.ready.extend(sorted(waiting, key=lambda t: t.thread_id * _order))
-        else:
-            self.named[name][0] += 1
-            if wait:
-                waiting.append(thread)
-                thread.block_until_woken(f"barrier {name}, {arrived + 1} of {threads} are there")
 
     def collective(
         self, thread: Thread, mask: int, value: Any, combine: Callable[[dict[int, Any]], dict]

@@ -43,8 +43,6 @@ from engine.device import (
 from engine.ptx import (
     address,
     advance,
-    barrier_arrive,
-    barrier_sync,
     bits_to_f32,
     cp_async_16_zfill,
     cp_async_commit,
@@ -60,8 +58,6 @@ from engine.ptx import (
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
-    pdl_launch_dependents,
-    pdl_wait,
     popc,
     scale_rows,
     shared_address,
@@ -69,7 +65,6 @@ from engine.ptx import (
     store_global_v4,
     store_shared_u32,
     wgmma_bf16,
-    wgmma_wait,
     zeros_f32,
 )  # fmt: skip
 
@@ -157,6 +152,7 @@ def _splits_of(tiles):
 
 
 @family(
+    {"heads_tile": 64, "rank": 512, "rope": 64, "wgmma": True},
     {"heads_tile": 64, "rank": 512, "rope": 64},
     {"heads_tile": 32, "rank": 512, "rope": 64},
     {"heads_tile": 16, "rank": 512, "rope": 64},
@@ -164,7 +160,7 @@ def _splits_of(tiles):
     {"heads_tile": 16, "rank": 64, "rope": 16},
     {"heads_tile": 16, "rank": 128, "rope": 32},
 )
-def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
+def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool = False):
     WIDTH = rank + rope
     UNITS = WIDTH // 8  # 16 bytes each
     CHUNKS = cdiv(WIDTH, 64)
@@ -189,13 +185,22 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
     mix = mma_bf16_slice(VALUE_TILES, STEP)
     rescale = scale_rows(VALUE_TILES)
     wait_for_tile = cp_async_wait(0)
+    score_tile = mix_tile = None
+    if wgmma:  # 16 columns a step: 32 bytes of a chunk, four steps to a chunk
+        steps = [
+            (s // 4 * Q_CHUNK + s % 4 * 32, s // 4 * K_CHUNK + s % 4 * 32)
+            for s in range(WIDTH // 16)
+        ]
+        score_tile = wgmma_bf16(8 * KEY_TILES, steps, accumulate=False, transposed=False)
+        steps = [(s * 32, s * 16 * CHUNK_BYTES) for s in range(TILE // 16)]
+        mix_tile = wgmma_bf16(8 * VALUE_TILES, steps, accumulate=True, transposed=True)
 
     @kernel(
         threads=THREADS,
         registers=255,
         dynamic_shared=SHARED,
-        dependent_launch=True,
-        sass=("HMMA", "LDSM", "LDGSTS"),
+        sass=("HGMMA", "LDGSTS") if wgmma else ("HMMA", "LDSM", "LDGSTS"),
+        archs=("sm_90a",) if wgmma else None,
     )
     def tree_verify_mla_bf16(
         q: ptr[u16],  # [rows, heads, WIDTH]
@@ -213,8 +218,6 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
     ):
-        pdl_launch_dependents()
-        pdl_wait()
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         words_of_shared = cuda.shared.array(0, u32)
         floats_of_shared = cuda.shared.array(0, f32)
@@ -293,6 +296,8 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
         turn = first
         while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
             wait_for_tile()
+            if wgmma:
+                fence_async()
             cuda.syncthreads()
             if turn < last:
                 place = u32(shared + copy_to + u32(u32(turn & u32(1)) * u32(K_BYTES)) + u32(K_AT))
@@ -317,30 +322,37 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
             if turn > first:
                 keys = u32(shared + u32(u32(u32(turn - u32(1)) & u32(1)) * u32(K_BYTES)))
                 keys = u32(keys + u32(K_AT))
-                scores = zero_scores()
-                b_from = u32(keys + u32(b_row * u32(CHUNK_BYTES)))
-                chunk = u32(0)
-                while chunk < u32(WIDTH // 64):
-                    q_at = u32(a_from + u32(chunk * u32(Q_CHUNK)))
-                    k_at = u32(b_from + u32(chunk * u32(K_CHUNK)))
-                    for step in static_range(4):
+                if wgmma:
+                    its_keys = u32(keys + u32(column_warp * u32(8 * KEY_TILES * CHUNK_BYTES)))
+                    scores = score_tile(
+                        matrix_descriptor(shared, u32(0), u32(8 * CHUNK_BYTES)),
+                        matrix_descriptor(its_keys, u32(0), u32(8 * CHUNK_BYTES)),
+                    )
+                else:
+                    scores = zero_scores()
+                    b_from = u32(keys + u32(b_row * u32(CHUNK_BYTES)))
+                    chunk = u32(0)
+                    while chunk < u32(WIDTH // 64):
+                        q_at = u32(a_from + u32(chunk * u32(Q_CHUNK)))
+                        k_at = u32(b_from + u32(chunk * u32(K_CHUNK)))
+                        for step in static_range(4):
+                            at = u32(a_swizzle ^ u32(32 * step))
+                            a = ldmatrix_x4(u32(q_at + at))
+                            at = u32(b_swizzle ^ u32(32 * step))
+                            b = ldmatrix_x4(u32(k_at + at))
+                            for j in static_range(1, KEY_TILES // 2):
+                                b = b + ldmatrix_x4(u32(k_at + at + u32(16 * j * CHUNK_BYTES)))
+                            scores = score(scores, a, b)
+                        chunk = u32(chunk + u32(1))
+                    for step in static_range(WIDTH % 64 // 16):
                         at = u32(a_swizzle ^ u32(32 * step))
-                        a = ldmatrix_x4(u32(q_at + at))
+                        a = ldmatrix_x4(u32(a_from + at + u32(WIDTH // 64 * Q_CHUNK)))
                         at = u32(b_swizzle ^ u32(32 * step))
-                        b = ldmatrix_x4(u32(k_at + at))
+                        at = u32(b_from + at + u32(WIDTH // 64 * K_CHUNK))
+                        b = ldmatrix_x4(at)
                         for j in static_range(1, KEY_TILES // 2):
-                            b = b + ldmatrix_x4(u32(k_at + at + u32(16 * j * CHUNK_BYTES)))
+                            b = b + ldmatrix_x4(u32(at + u32(16 * j * CHUNK_BYTES)))
                         scores = score(scores, a, b)
-                    chunk = u32(chunk + u32(1))
-                for step in static_range(WIDTH % 64 // 16):
-                    at = u32(a_swizzle ^ u32(32 * step))
-                    a = ldmatrix_x4(u32(a_from + at + u32(WIDTH // 64 * Q_CHUNK)))
-                    at = u32(b_swizzle ^ u32(32 * step))
-                    at = u32(b_from + at + u32(WIDTH // 64 * K_CHUNK))
-                    b = ldmatrix_x4(at)
-                    for j in static_range(1, KEY_TILES // 2):
-                        b = b + ldmatrix_x4(u32(at + u32(16 * j * CHUNK_BYTES)))
-                    scores = score(scores, a, b)
 
                 # Maximum of each row over the tile: 4 lanes hold it, in each of the column warps.
                 left = u32(length - u32(u32(turn - u32(1)) << u32(6)))  # keys of this tile
@@ -388,18 +400,30 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
                     store_shared_u32(u32(p_at + at), pack_bf16x2(low_p, low_q))
                     at = u32(at + u32(8 * CHUNK_BYTES))
                     store_shared_u32(u32(p_at + at), pack_bf16x2(high_p, high_q))
+                if wgmma:
+                    fence_async()
                 cuda.syncthreads()
 
-                for step in static_range(TILE // 16):
-                    at = u32(a_swizzle ^ u32(32 * step))
-                    a = ldmatrix_x4(u32(a_from + at + u32(P_AT)))
-                    v_at = u32(keys + v_from + u32(16 * step * CHUNK_BYTES))
-                    for i in static_range(VALUE_TILES // STEP):
-                        at = u32(v_at + u32(i * STEP // 8 * K_CHUNK))
-                        b = ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(16 * (i * STEP % 8)))))
-                        if STEP == 4:
-                            b = b + ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(32))))
-                        sums = mix(i, sums, a, b)
+                if wgmma:
+                    its_values = u32(keys + u32(column_warp * u32(VALUE_TILES // 8 * K_CHUNK)))
+                    sums = mix_tile(
+                        sums,
+                        matrix_descriptor(u32(shared + u32(P_AT)), u32(0), u32(8 * CHUNK_BYTES)),
+                        matrix_descriptor(its_values, u32(K_CHUNK), u32(8 * CHUNK_BYTES)),
+                    )
+                else:
+                    for step in static_range(TILE // 16):
+                        at = u32(a_swizzle ^ u32(32 * step))
+                        a = ldmatrix_x4(u32(a_from + at + u32(P_AT)))
+                        v_at = u32(keys + v_from + u32(16 * step * CHUNK_BYTES))
+                        for i in static_range(VALUE_TILES // STEP):
+                            at = u32(v_at + u32(i * STEP // 8 * K_CHUNK))
+                            b = ldmatrix_x4_trans(
+                                u32(at + u32(v_swizzle ^ u32(16 * (i * STEP % 8))))
+                            )
+                            if STEP == 4:
+                                b = b + ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(32))))
+                            sums = mix(i, sums, a, b)
             turn = u32(turn + u32(1))
 
         # The range's result. Sums of a row: 4 lanes in each of the column warps, ascending.
@@ -441,260 +465,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int):
     return tree_verify_mla_bf16
 
 
-@family({"heads_tile": 64, "rank": 512, "rope": 64})
-def _tree_verify_mla_wgmma(*, heads_tile: int, rank: int, rope: int):
-    """Three warpgroups. The third fetches tiles, scores them and makes probabilities; it works on
-    the next tile while the first two mix values, each into half of the columns. Two buffers of
-    keys; a tile's probabilities lie where its rope columns were, which nobody needs after the
-    scores."""
-    WIDTH = rank + rope
-    CHUNKS = WIDTH // 64
-    Q_CHUNK = heads_tile * CHUNK_BYTES
-    K_CHUNK = TILE * CHUNK_BYTES
-    K_BYTES = CHUNKS * K_CHUNK
-    K_AT = CHUNKS * Q_CHUNK
-    P_AT = (CHUNKS - 1) * K_CHUNK  # in a buffer of keys
-    FACTOR_AT = K_AT + 2 * K_BYTES
-    PATH_AT = FACTOR_AT + 2 * heads_tile * 4
-    SHARED = PATH_AT + MAX_NODES * 4
-    THREADS = 384
-    COLUMNS = rank // 2  # of a mixing warpgroup
-    KEY_TILES, VALUE_TILES = TILE // 8, COLUMNS // 8
-    # Barriers: 0 syncthreads, then two of each of these, for even and odd tiles.
-    READY, DONE, SCORING = 1, 3, 5
-    steps = [
-        (s // 4 * Q_CHUNK + s % 4 * 32, s // 4 * K_CHUNK + s % 4 * 32) for s in range(WIDTH // 16)
-    ]
-    score = wgmma_bf16(TILE, steps, accumulate=False, transposed=False, wait=False)
-    wait_for_scores = wgmma_wait(TILE)
-    steps = [(s * 32, s * 16 * CHUNK_BYTES) for s in range(TILE // 16)]
-    mix = wgmma_bf16(COLUMNS, steps, accumulate=True, transposed=True)
-    zero_sums, rescale = zeros_f32(4 * VALUE_TILES), scale_rows(VALUE_TILES)
-    wait_for_tile = cp_async_wait(0)
-
-    @function
-    def look_up(pages, within, path, page_table, prefix, page_shift, end, at):
-        """Starts reading the pages of this thread's keys of a tile; nothing waits for them here."""
-        for i in static_range(TILE // 16):
-            place = min(u32(at + u32(16 * i)), u32(end - u32(1)))
-            in_window = place >= prefix
-            node = path[u32(place - prefix) if in_window else u32(0)]
-            place = u32(prefix + node) if in_window else place
-            pages[i] = u32(page_table[u32(place >> page_shift)])
-            within[i] = u32(place & u32(u32(u32(1) << page_shift) - u32(1)))
-
-    @function
-    def fetch(pages, within, page_shift, end, at, copy_to, cache_from):
-        for i in static_range(TILE // 16):
-            taken = u32(16) if u32(at + u32(16 * i)) < end else u32(0)
-            slot = u64(u32(u32(pages[i] << page_shift) + within[i]))
-            source = u64(cache_from + u64(slot * u64(2 * WIDTH)))
-            for c in static_range(CHUNKS):
-                cp_async_16_zfill(
-                    u32(copy_to + u32(c * K_CHUNK + 16 * i * CHUNK_BYTES)),
-                    u64(source + u64(c * CHUNK_BYTES)),
-                    taken,
-                )
-        cp_async_commit()
-
-    @kernel(
-        threads=THREADS,
-        registers=168,
-        dynamic_shared=SHARED,
-        dependent_launch=True,
-        sass=("HGMMA", "LDGSTS"),
-        archs=("sm_90a",),
-    )
-    def tree_verify_mla_wgmma(
-        q: ptr[u16],  # [rows, heads, WIDTH]
-        cache: ptr[u16],  # [slots, WIDTH]
-        page_table: ptr[i32],  # [requests, max_pages]
-        row_start: ptr[i32],  # [requests + 1]
-        prefix_len: ptr[i32],  # [requests]
-        ancestors: ptr[u32],  # [rows, words]
-        scale: f32,  # times log2 e
-        requests: u32,
-        max_pages: u32,
-        page_shift: u32,
-        words: u32,
-        heads: u32,
-        partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
-        stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
-    ):
-        pdl_launch_dependents()
-        pdl_wait()
-        shared = shared_address(cuda.shared.array(0, u8), u32(0))
-        path = cuda.shared.array(0, u32)[PATH_AT // 4 :]
-        factors = cuda.shared.array(0, f32)[FACTOR_AT // 4 :]  # [2, heads_tile]
-        thread = u32(cuda.threadIdx.x)
-        row, split = u32(cuda.blockIdx.x), u32(cuda.blockIdx.y)
-        request = _request_of(row_start, requests, row)
-        if request >= requests:
-            return
-        node = u32(row - u32(row_start[request]))
-        prefix = u32(prefix_len[request])
-        first_word = u32(row * words)
-        length = u32(prefix + _nodes_seen(ancestors, first_word, node, words))
-        tiles = u32(u32(length + u32(TILE - 1)) >> u32(6))
-        splits = _splits_of(tiles)
-        if split >= splits or tiles == u32(0):
-            return
-        tile = u32(u32(split * tiles) // splits)
-        last = u32(u32(u32(split + u32(1)) * tiles) // splits)
-        _gather_path(path, ancestors, first_word, node, words, THREADS)
-        cuda.syncthreads()
-
-        group = u32(thread >> u32(7))
-        member = u32(thread & u32(127))
-        lane = u32(thread & u32(31))
-        low_row = u32(u32(u32(member >> u32(5)) << u32(4)) + u32(lane >> u32(2)))
-        pair = u32(u32(lane & u32(3)) << u32(1))
-        first_head = u64(u64(u64(row) * u64(MAX_SPLITS) + u64(split)) * u64(heads))
-        if group == u32(2):
-            # Copies: a thread moves unit `unit` of every chunk of keys copy_row, copy_row + 16, ...
-            unit, copy_row = u32(member & u32(7)), u32(member >> u32(3))
-            swizzled = u32(u32(unit ^ u32(copy_row & u32(7))) << u32(4))
-            copy_to = u32(shared + u32(copy_row * u32(CHUNK_BYTES)) + swizzled)
-            q_from = address(q, u64(u64(row) * u64(heads)) * u64(WIDTH) + u64(u32(unit * u32(8))))
-            cache_from = address(cache, u64(u32(unit * u32(8))))
-            for i in static_range(heads_tile // 16):
-                head = u32(copy_row + u32(16 * i))
-                taken = u32(16) if head < heads else u32(0)
-                inside = head if head < heads else u32(0)
-                source = u64(q_from + u64(u64(inside) * u64(2 * WIDTH)))
-                for c in static_range(CHUNKS):
-                    cp_async_16_zfill(
-                        u32(copy_to + u32(c * Q_CHUNK + 16 * i * CHUNK_BYTES)),
-                        u64(source + u64(c * CHUNK_BYTES)),
-                        taken,
-                    )
-            pages = cuda.local.array(TILE // 16, u32)  # of this thread's keys in the next tile
-            within = cuda.local.array(TILE // 16, u32)
-            table = advance(page_table, u64(request) * u64(max_pages))
-            end = min(length, u32(last << u32(6)))
-            at = u32(u32(tile << u32(6)) + copy_row)
-            buffer = u32(copy_to + u32(u32(tile & u32(1)) * u32(K_BYTES)) + u32(K_AT))
-            look_up(pages, within, path, table, prefix, page_shift, end, at)
-            fetch(pages, within, page_shift, end, at, buffer, cache_from)
-            tile = u32(tile + u32(1))
-            at = u32(at + u32(TILE))
-            look_up(pages, within, path, table, prefix, page_shift, end, at)
-            low_max, high_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
-            low_sum, high_sum = f32(0), f32(0)
-            while tile <= last:  # score tile - 1 and meanwhile fetch `tile`, nothing at the end
-                odd = u32(u32(tile & u32(1)) ^ u32(1))
-                keys = u32(shared + u32(odd * u32(K_BYTES)) + u32(K_AT))
-                wait_for_tile()
-                fence_async()
-                barrier_sync(u32(SCORING), u32(128))
-                scores = score(
-                    matrix_descriptor(shared, u32(0), u32(8 * CHUNK_BYTES)),
-                    matrix_descriptor(keys, u32(0), u32(8 * CHUNK_BYTES)),
-                )
-                # No branch while these are in flight, or ptxas waits after every product.
-                barrier_sync(u32(u32(DONE + 1) - odd), u32(THREADS))  # tile - 2 is mixed
-                buffer = u32(copy_to + u32(u32(tile & u32(1)) * u32(K_BYTES)) + u32(K_AT))
-                fetch(pages, within, page_shift, end, at, buffer, cache_from)
-                scores = wait_for_scores(scores)
-                barrier_sync(u32(SCORING), u32(128))  # nobody needs the rope columns now
-                at = u32(at + u32(TILE))
-                look_up(pages, within, path, table, prefix, page_shift, end, at)
-                left = u32(length - u32(u32(tile - u32(1)) << u32(6)))  # keys of this tile
-                low_new, high_new = low_max, high_max
-                for j in static_range(KEY_TILES):
-                    for e in static_range(2):
-                        if u32(pair + u32(8 * j + e)) < left:
-                            low_new = max(low_new, scores[4 * j + e])
-                            high_new = max(high_new, scores[4 * j + 2 + e])
-                for step in static_range(2):
-                    low_new = max(low_new, cuda.shfl_xor_sync(FULL, low_new, 1 << step))
-                    high_new = max(high_new, cuda.shfl_xor_sync(FULL, high_new, 1 << step))
-                low_factor = exp2(f32(f32(low_max - low_new) * scale))
-                high_factor = exp2(f32(f32(high_max - high_new) * scale))
-                low_max, high_max = low_new, high_new
-                if pair == u32(0):
-                    into = u32(u32(odd * u32(heads_tile)) + low_row)
-                    factors[into] = low_factor
-                    factors[u32(into + u32(8))] = high_factor
-                low_sum, high_sum = f32(low_sum * low_factor), f32(high_sum * high_factor)
-                p_at = u32(keys + u32(low_row * u32(CHUNK_BYTES)) + u32(pair << u32(1)))
-                p_at = u32(p_at + u32(P_AT))
-                for j in static_range(KEY_TILES):
-                    seen = u32(pair + u32(8 * j)) < left
-                    seen_next = u32(pair + u32(8 * j + 1)) < left
-                    low_p = exp2(f32(f32(scores[4 * j] - low_max) * scale))
-                    low_q = exp2(f32(f32(scores[4 * j + 1] - low_max) * scale))
-                    high_p = exp2(f32(f32(scores[4 * j + 2] - high_max) * scale))
-                    high_q = exp2(f32(f32(scores[4 * j + 3] - high_max) * scale))
-                    low_p = low_p if seen else f32(0)
-                    low_q = low_q if seen_next else f32(0)
-                    high_p = high_p if seen else f32(0)
-                    high_q = high_q if seen_next else f32(0)
-                    low_sum = f32(low_sum + f32(low_p + low_q))
-                    high_sum = f32(high_sum + f32(high_p + high_q))
-                    skip = u32(u32(u32(j) ^ u32(low_row & u32(7))) << u32(4))
-                    store_shared_u32(u32(p_at + skip), pack_bf16x2(low_p, low_q))
-                    skip = u32(skip + u32(8 * CHUNK_BYTES))
-                    store_shared_u32(u32(p_at + skip), pack_bf16x2(high_p, high_q))
-                fence_async()
-                barrier_arrive(u32(u32(READY) + odd), u32(THREADS))
-                tile = u32(tile + u32(1))
-            wait_for_tile()
-            for step in static_range(2):
-                low_sum = f32(low_sum + cuda.shfl_xor_sync(FULL, low_sum, 1 << step))
-                high_sum = f32(high_sum + cuda.shfl_xor_sync(FULL, high_sum, 1 << step))
-            if pair == u32(0):
-                if low_row < heads:
-                    store_global_v2(
-                        address(stats, u64(u64(first_head + u64(low_row)) * u64(2))),
-                        f32_to_bits(low_max),
-                        f32_to_bits(low_sum),
-                    )
-                if u32(low_row + u32(8)) < heads:
-                    store_global_v2(
-                        address(stats, u64(u64(first_head + u64(u32(low_row + u32(8)))) * u64(2))),
-                        f32_to_bits(high_max),
-                        f32_to_bits(high_sum),
-                    )
-        else:
-            sums = zero_sums()
-            barrier_arrive(u32(u32(DONE + 1) - u32(tile & u32(1))), u32(THREADS))
-            while tile < last:
-                odd = u32(tile & u32(1))
-                keys = u32(shared + u32(odd * u32(K_BYTES)) + u32(K_AT))
-                barrier_sync(u32(u32(READY) + odd), u32(THREADS))
-                low_factor = factors[u32(u32(odd * u32(heads_tile)) + low_row)]
-                high_factor = factors[u32(u32(odd * u32(heads_tile)) + u32(low_row + u32(8)))]
-                moved = low_factor != f32(1) or high_factor != f32(1)
-                if cuda.any_sync(FULL, moved):  # a factor of one changes no bit
-                    sums = rescale(sums, low_factor, high_factor)
-                its_values = u32(keys + u32(group * u32(VALUE_TILES // 8 * K_CHUNK)))
-                sums = mix(
-                    sums,
-                    matrix_descriptor(u32(keys + u32(P_AT)), u32(0), u32(8 * CHUNK_BYTES)),
-                    matrix_descriptor(its_values, u32(K_CHUNK), u32(8 * CHUNK_BYTES)),
-                )
-                tile = u32(tile + u32(1))
-                if tile < last:
-                    barrier_arrive(u32(u32(DONE) + odd), u32(THREADS))
-            column = u32(u32(group * u32(COLUMNS)) + pair)
-            for half in static_range(2):
-                head = u32(low_row + u32(8 * half))
-                if head < heads:
-                    into = address(
-                        partial, u64(u64(first_head + u64(head)) * u64(rank) + u64(column))
-                    )
-                    for j in static_range(VALUE_TILES):
-                        store_global_v2(
-                            u64(into + u64(32 * j)),
-                            f32_to_bits(sums[4 * j + 2 * half]),
-                            f32_to_bits(sums[4 * j + 2 * half + 1]),
-                        )
-
-    return tree_verify_mla_wgmma
-
-
-@kernel(threads=SIMT_THREADS, registers=96, dependent_launch=True)
+@kernel(threads=SIMT_THREADS, registers=96)
 def _tree_verify_mla_f32(
     q: ptr[f32],  # [rows, heads, width]
     cache: ptr[f32],  # [slots, width]
@@ -714,8 +485,6 @@ def _tree_verify_mla_f32(
     stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2], out
 ):
     """One block a row, range and head: two threads share a key's score, a thread owns columns."""
-    pdl_launch_dependents()
-    pdl_wait()
     path = cuda.shared.array(MAX_NODES, u32)
     slots = cuda.shared.array(TILE, u32)
     halves = cuda.shared.array(SIMT_THREADS, f32)
@@ -799,7 +568,7 @@ def _tree_verify_mla_f32(
 def _fold(*, bf16: bool):
     o_type = u16 if bf16 else f32
 
-    @kernel(threads=FOLD_THREADS, registers=64, dependent_launch=True)
+    @kernel(threads=FOLD_THREADS, registers=64)
     def fold(
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank]
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]
@@ -814,8 +583,6 @@ def _fold(*, bf16: bool):
         o: ptr[o_type],  # [rows, heads, rank], out
     ):
         """A thread folds the ranges of four columns of one head, in ascending order."""
-        pdl_launch_dependents()
-        pdl_wait()
         row = u32(cuda.blockIdx.x)
         quad = u32(u32(u32(cuda.blockIdx.y) * u32(FOLD_THREADS)) + u32(cuda.threadIdx.x))
         quads = u32(rank >> u32(2))
@@ -946,11 +713,10 @@ def tree_verify_mla(
             raise NotImplementedError(
                 f"tree_verify_mla: {heads} heads, rank {rank}, rope {width - rank} in bfloat16"
             )
-        heads_tile = 16 if heads <= 16 else 32 if heads <= 32 else 64
-        variant = _tree_verify_mla_bf16
-        if heads_tile == 64 and rank == 512 and _has_wgmma():
-            variant = _tree_verify_mla_wgmma
-        variant(heads_tile=heads_tile, rank=rank, rope=width - rank).launch(
+        variant = {"heads_tile": 16 if heads <= 16 else 32 if heads <= 32 else 64}
+        if heads > 32 and rank == 512 and _has_wgmma():
+            variant["wgmma"] = True
+        _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank).launch(
             (dims["rows"], splits), q, cache, page_table, row_start, prefix_len, ancestors,
             log2_scale, requests, dims["max_pages"], page_shift, dims["words"], heads, partial,
             stats, stream=stream,
