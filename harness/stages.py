@@ -246,6 +246,8 @@ class Gate:
 
     def wait(self, command: Sequence[str]) -> int:
         """Run pytest and pass on an interrupt, so that it can write what it has."""
+        # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(command, cwd=self.root)
         before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
         try:

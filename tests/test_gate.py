@@ -162,11 +162,15 @@ def test_a_session_that_breaks_fails(project):
     assert "0 passed, 0 failed" in done.stdout
 
 
-def test_an_interrupt_leaves_a_partial_report_and_no_pass(project):
+@pytest.mark.parametrize("background", [False, True])
+def test_an_interrupt_leaves_a_partial_report_and_no_pass(project, background):
+    """Ctrl-C, or SIGTERM to a gate that a shell started with & and so with SIGINT ignored."""
     seconds = '{"sim": {"specs/twice.toml::odd": 9, "specs/twice.toml::five": 1}}'
     project.write(".cache/kdtr/seconds.json", seconds)
     command = [sys.executable, "-m", "harness.cli", "gate", "-n", "1"]
     command += ["--spec", "twice", "--kernel", "mine.twice:hangs"]
+    if background:
+        command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
     process = subprocess.Popen(
         command,
         cwd=project.folder,
@@ -183,7 +187,10 @@ def test_an_interrupt_leaves_a_partial_report_and_no_pass(project):
         assert line, said
         said += line
     time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)
+    if background:
+        os.kill(process.pid, signal.SIGTERM)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     said += process.communicate(timeout=60)[0]
     assert process.returncode == 130, said
     assert "interrupted: the report is partial" in said
