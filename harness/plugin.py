@@ -590,6 +590,7 @@ class Run:
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
         if terminal:
             terminal.write_line(line, **markup)
+            terminal.flush()  # progress through a pipe must not wait for the end
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for uuid, reason in self.leases.quarantined.items():
