@@ -26,7 +26,7 @@ def _latent_append(*, bf16: bool):
     load, store = activation.load(bf16), activation.store(bf16)
     rounded = activation.rounded(bf16)
 
-    @kernel(threads=THREADS, registers=40, dependent_launch=True)
+    @kernel(threads=THREADS, registers=48, dependent_launch=True)
     def latent_append(
         qkv: ptr[f32],  # [parts, rows, q_rank + rank + 2 pairs]
         q_weight: ptr[activation.element(bf16)],  # [q_rank]
