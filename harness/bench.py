@@ -147,7 +147,7 @@ class Timed:
         launcher = run.load_launcher(spec)
         one = sum(t.nbytes for t in self.golden.inputs.values())
         self.copies = max(1, min(64, -(-COLD_BYTES // max(one, 1))))
-        self.setups = [run._Setup(spec, case, self.golden) for _ in range(self.copies)]
+        self.setups = [run.Prepared(spec, case, self.golden) for _ in range(self.copies)]
         keywords = [s.arguments(launcher, second=False) for s in self.setups]
 
         def call(i: int, stream: Any) -> None:
@@ -163,7 +163,7 @@ class Timed:
         if any(o.inout for o in self.spec.outputs.values()):
             return
         for setup in self.setups:
-            setup._look_at_guards()
+            setup.look_at_guards()
             actual = Actual(setup.outputs(), setup.device)
             results = compare(self.spec, self.case, self.golden, actual)
             verdict = [r for r in results if not r.status.ok]

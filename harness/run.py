@@ -139,13 +139,13 @@ def execute(
     """Run the launcher twice on poisoned outputs. Raises Fault for what it did wrong on the way."""
     launcher = load_launcher(spec, kernel)
     check_signature(spec, case, launcher)
-    setup = _Setup(spec, case, golden)
+    prepared = Prepared(spec, case, golden)
     if case.unsupported:
-        _refused(case, launcher, setup)
-    setup.run(launcher, case, second=False)
-    first = setup.outputs()
-    setup.run(launcher, case, second=True)
-    second = setup.outputs()
+        _refused(case, launcher, prepared)
+    prepared.run(launcher, case, second=False)
+    first = prepared.outputs()
+    prepared.run(launcher, case, second=True)
+    second = prepared.outputs()
     unwritten, unstable = {}, {}
     for name, output in spec.outputs.items():
         one, two = _flat_bits(first[name]), _flat_bits(second[name])
@@ -155,12 +155,12 @@ def execute(
             survived = (one == a) & (two == b)
         unwritten[name] = survived
         unstable[name] = (one != two) & ~survived
-    return Actual(first, setup.device, setup.time_us, unwritten, unstable)
+    return Actual(first, prepared.device, prepared.time_us, unwritten, unstable)
 
 
-def _refused(case: Case, launcher: Launcher, setup: "_Setup") -> NoReturn:
+def _refused(case: Case, launcher: Launcher, prepared: "Prepared") -> NoReturn:
     try:
-        launcher(**setup.arguments(launcher, second=False))
+        launcher(**prepared.arguments(launcher, second=False))
     except NotImplementedError as error:
         raise Fault(Status.UNSUPPORTED, f"{case.unsupported} ({error})") from None
     except KeyboardInterrupt:
@@ -284,8 +284,8 @@ def poison(dtype: str, second: bool) -> int:
     return _POISON_INTEGER[np.dtype(dtype).itemsize][second]
 
 
-class _Setup:
-    """The case's tensors on the device, and what is looked at around a launch."""
+class Prepared:
+    """A case's tensors on the device, and what is looked at around a launch."""
 
     def __init__(self, spec: Spec, case: Case, golden: Golden):
         self.spec, self.case, self.golden = spec, case, golden
@@ -329,12 +329,13 @@ class _Setup:
         return given
 
     def run(self, launcher: Launcher, case: Case, *, second: bool) -> None:
+        """One launch on fresh poison, looked at afterwards. Raises Fault."""
         keywords = self.arguments(launcher, second=second)
         returned = self._launch(launcher, keywords, case.timeout_s, second)
-        self._look_at_guards()
+        self.look_at_guards()
         if returned is not None:
             raise Fault(Status.ALIASED, self._describe(returned, keywords))
-        self._look_at_inputs()
+        self.look_at_inputs()
 
     def _launch(self, launcher: Launcher, keywords: dict, limit_s: float, second: bool) -> Any:
         launch = _launch_simulated if simulated() else _launch_on_gpu
@@ -357,12 +358,14 @@ class _Setup:
             raise Fault(Status.CRASHED, _told(error), lost=lost) from error
         return returned
 
-    def _look_at_guards(self) -> None:
+    def look_at_guards(self) -> None:
+        """Raise OUT_OF_BOUNDS if a launch wrote outside a tensor."""
         found = [t for b in (*self.buffers.values(), *self.weights.values()) if (t := b.trespass())]
         if found:
             raise Fault(Status.OUT_OF_BOUNDS, "written outside: " + "; ".join(found))
 
-    def _look_at_inputs(self) -> None:
+    def look_at_inputs(self) -> None:
+        """Raise MUTATED_INPUT if a launch changed what it may only read."""
         for name, (buffer, content) in self.constant.items():
             now = buffer.host()
             changed = np.flatnonzero(_flat_bits(now) != _flat_bits(content))
@@ -382,6 +385,7 @@ class _Setup:
         return said + "; it must write into the outputs that it is given, and return None"
 
     def outputs(self) -> dict[str, np.ndarray]:
+        """Host copies of what the last launch left."""
         return {n: self.buffers[n].host() for n in self.spec.outputs}
 
 
