@@ -28,13 +28,13 @@ from engine.kernels.close_round import close_round
 from engine.kernels.greedy_accept import greedy_accept
 from engine.kernels.sample import sample
 from engine.kernels.tree_build import tree_build
+from engine.kernels.tree_verify_mla import MAX_NODES
 from engine.layers import Config, Launch
 from engine.model import Model, Tree
 
 MODES = ("tree", "chain", "ar")
 EOS, MAX_NEW, CONTEXT = "eos", "max_new", "context"  # why a request ended
 PREFILL_ROWS = 64  # tokens of a prompt in one pass
-MAX_ROWS = 256  # of a pass: what the MoE kernels take
 
 
 class DecodeError(RuntimeError):
@@ -115,7 +115,7 @@ class Decoder:
         page_size: int = 16,
     ):
         """length: positions that the drafter drafts. context: longest text. NotImplementedError
-        for more rows than a pass has."""
+        for a larger tree than attention takes."""
         if mode not in MODES:
             raise ValueError(f"decode: mode {mode!r}, expected one of {', '.join(MODES)}")
         if budget < 0:
@@ -128,12 +128,12 @@ class Decoder:
             self.budget = min(self.budget, self.length)
         self.nodes = self.budget + 1
         self.context, self.temperature, self.seed = context, temperature, seed
-        rows = requests * self.nodes
-        if rows > MAX_ROWS:
+        if self.nodes > MAX_NODES:
             raise NotImplementedError(
-                f"decode: {requests} requests of {self.nodes} nodes are {rows} rows; "
-                f"a pass has at most {MAX_ROWS}"
+                f"decode: a budget of {self.budget} makes trees of {self.nodes} nodes; "
+                f"attention takes at most {MAX_NODES}"
             )
+        rows = requests * self.nodes
         self.model = Model(
             weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
             positions=context + self.nodes, page_size=page_size,

@@ -79,7 +79,7 @@ strict(alone, runs)
     [
         ('run(Ngram(2), mode="beam")', "ValueError"),
         ("run(Ngram(2), budget=-1)", "ValueError"),
-        ("run(Ngram(2), budget=200)", "NotImplementedError"),
+        ("run(Ngram(2), budget=300)", "NotImplementedError"),
         ("run(Ngram(2), context=4)", "ValueError"),
         ("full()", "CacheFull"),
     ],
