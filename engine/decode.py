@@ -3,13 +3,26 @@
 A round, for all requests at once: drafts -> tree_build -> the model over all nodes -> argmax or
 sample -> greedy_accept -> cache_commit -> close_round. Roots, prefix lengths, trees and the cache
 stay on the device. The launches of a round are the same every time, so on a GPU they are captured
-into one CUDA graph; what a host drafter proposes is uploaded before the graph is launched, and the
-host waits once a round, when it reads what was accepted. Nothing is allocated after start-up.
+into one CUDA graph, with the copies of what a host drafter proposes and of what was accepted: a
+round is a graph launch and one wait. Nothing is allocated after start-up.
 
-Every request has `budget + 1` rows of the pass. Rows behind a tree, and those of a request that has
+Every request has as many rows of the pass as the largest tree of the round may have nodes: budget +
+1, or, where the budget adapts to costs, the smallest power of two that holds twice the last round's
+largest tree, each size with a graph of its own. Rows behind a tree, and those of a request that has
 ended, are padding: they see themselves alone, and no row's bits depend on its neighbours.
 
 The text is the one that decoding one token at a time gives, bit for bit in the logits.
+
+A drafter (engine.draft) proposes on the host, or has launches of its own:
+  attach(decoder)                 once, when the model and its memory are there: allocate
+  launches(step)                  {"draft": [...], "commit": [...]}, for each size of a round. The
+                                  first fill decoder.log_probs and .tokens from decoder.root_tokens
+                                  and step.sent.device["reaches"]; the others run between
+                                  cache_commit and close_round, see step.got.device["accepted"] and
+                                  ["accepted_counts"], and prefix_len as it was in the round
+  prefilled(request, plan, start, count)
+                                  after each pass over a prompt: positions start .. start + count
+                                  of that request are the plan's rows
 """
 
 import time
@@ -21,16 +34,19 @@ from typing import Any
 
 import numpy as np
 
-from engine.device import SIMULATED, cdiv, copy_to_device, empty, to_device, to_host
+from engine.device import cdiv, copy_to_device, empty, to_device, to_host
 from engine.draft import Ngram, Replay
+from engine.graph import Staged, download, pinned, upload
 from engine.kernels.cache_commit import cache_commit
 from engine.kernels.close_round import close_round
+from engine.kernels.embedding import embedding
 from engine.kernels.greedy_accept import greedy_accept
 from engine.kernels.sample import sample
 from engine.kernels.tree_build import tree_build
 from engine.kernels.tree_verify_mla import MAX_NODES
 from engine.layers import Config, Launch
 from engine.model import Model, Tree
+from engine.prepared import Prepared
 
 MODES = ("tree", "chain", "ar")
 EOS, MAX_NEW, CONTEXT = "eos", "max_new", "context"  # why a request ended
@@ -72,13 +88,13 @@ class Decoded:
 
 
 class _Packed:
-    """int32 or fp32 arrays side by side in one device buffer: one copy moves them all."""
+    """int32 or fp32 arrays side by side, in one device buffer and in page-locked host memory: one
+    copy moves them all."""
 
     def __init__(self, **shapes: tuple[tuple[int, ...], str]):
         sizes = [int(np.prod(shape)) for shape, _ in shapes.values()]
         self.flat = empty((sum(sizes),), "int32")
-        self.host = np.zeros(sum(sizes), np.int32)
-        self._sent: np.ndarray | None = None
+        self.host = pinned(sum(sizes))
         self.device, self.array = {}, {}
         for (name, (shape, dtype)), size, end in zip(
             shapes.items(), sizes, np.cumsum(sizes).tolist(), strict=True
@@ -87,123 +103,89 @@ class _Packed:
             self.device[name] = self.flat[part].view(np.dtype(dtype)).reshape(shape)
             self.array[name] = self.host[part].view(dtype).reshape(shape)
 
-    def send(self) -> None:
-        """Upload, if anything changed since the last time."""
-        if self._sent is None or not np.array_equal(self._sent, self.host):
-            copy_to_device(self.host, self.flat)
-            self._sent = self.host.copy()
 
-    def fetch(self) -> None:
-        self.host[:] = to_host(self.flat)
+class Step:
+    """A round for trees of at most `nodes` nodes: its launches, and what they read and write.
 
+    `sent` goes to the device and `got` comes back in the round's own graph:
+      sent  budgets (-1: no tree), reaches (positions that could still be emitted), floors
+      got   tree_tokens, parents, targets [requests, nodes], counts, accepted [requests, path],
+            accepted_counts, next_tokens, and what went wrong
+    """
 
-class Decoder:
-    """A model, its cache and the launches of a round, for a number of requests and a budget."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, Any],
-        config: Config,
-        *,
-        requests: int,
-        budget: int,
-        length: int,
-        context: int,
-        mode: str = "tree",
-        temperature: float = 0.0,
-        seed: int = 0,
-        page_size: int = 16,
-    ):
-        """length: positions that the drafter drafts. context: longest text. NotImplementedError
-        for a larger tree than attention takes."""
-        if mode not in MODES:
-            raise ValueError(f"decode: mode {mode!r}, expected one of {', '.join(MODES)}")
-        if budget < 0:
-            raise ValueError(f"decode: budget {budget}, expected 0 or more")
-        self.config, self.requests = config, requests
-        self.budget = 0 if mode == "ar" else budget
-        self.k = 1 if mode == "chain" else max(1, min(self.budget, config["vocab_size"]))
-        self.length = max(1, length) if self.budget else 1
-        if mode == "chain":
-            self.budget = min(self.budget, self.length)
-        self.nodes = self.budget + 1
-        self.context, self.temperature, self.seed = context, temperature, seed
-        if self.nodes > MAX_NODES:
-            raise NotImplementedError(
-                f"decode: a budget of {self.budget} makes trees of {self.nodes} nodes; "
-                f"attention takes at most {MAX_NODES}"
-            )
-        rows = requests * self.nodes
-        self.model = Model(
-            weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
-            positions=context + self.nodes, page_size=page_size,
-        )  # fmt: skip
-        room = min(self.nodes, self.length + 1)
-        drafts = (requests, self.length, self.k)
-        each = ((requests,), "int32")
-        self.sent = _Packed(
-            budgets=each,
-            floors=((self.nodes,), "float32"),
-            log_probs=(drafts, "float32"),
-            tokens=(drafts, "int32"),
-        )
+    def __init__(self, decoder: "Decoder", nodes: int):
+        self.decoder, self.nodes = decoder, nodes
+        self.path = min(nodes, decoder.length + 1)
+        requests = decoder.requests
+        each, trees = ((requests,), "int32"), ((requests, nodes), "int32")
+        self.sent = _Packed(budgets=each, reaches=each, floors=((nodes,), "float32"))
         self.got = _Packed(
-            accepted=((requests, room), "int32"),
+            tree_tokens=trees,
+            parents=trees,
+            targets=trees,
+            counts=each,
+            accepted=((requests, self.path), "int32"),
             accepted_counts=each,
             next_tokens=each,
-            counts=each,
-            parents=((requests, self.nodes), "int32"),
-            targets=((requests, self.nodes), "int32"),
             tree_status=each,
             accept_status=each,
             commit_status=each,
             fault=each,
         )
-        self.root_tokens = empty((requests,), "int32")
-        self.new_prefix_len = empty((requests,), "int32")
-        self.first = empty((2, 1), "int32")  # token and status of a prompt's last row
-        self.number = to_device(np.arange(requests, dtype=np.int32))
-        row_request = np.repeat(np.arange(requests, dtype=np.int32), self.nodes)
-        self.row_request = to_device(row_request)
-        self.plan = self.model.plan(rows, requests, cdiv(self.nodes, 32))
-        self.stages = self._stages(room)
-        self._graph: Any = None
-        self._warm = False
+        self.row_start = pinned(requests + 1)
+        self.row_start[:] = np.arange(requests + 1) * nodes
+        self.row_request = to_device(np.repeat(np.arange(requests, dtype=np.int32), nodes))
+        self.plan = decoder.model.plan(requests * nodes, requests, cdiv(nodes, 32))
+        self.staged = Staged(self._stages())
 
-    def _stages(self, room: int) -> dict[str, list[Launch]]:
-        """The launches of a round in order, by stage."""
-        plan, window, got, sent = self.plan, self.plan.window, self.got.device, self.sent.device
-        shape = (self.requests, self.nodes)
-        tree_tokens = plan.tokens.reshape(shape)
-        sites = plan.status.shape[0]
-        status = plan.status[sites - 1].reshape(self.requests * self.nodes)
-        targets = got["targets"].reshape(self.requests * self.nodes)
+    def _stages(self) -> dict[str, list[Launch]]:
+        """The launches of the round in order, by stage."""
+        decoder, plan, window = self.decoder, self.plan, self.plan.window
+        got, sent, proposals = self.got.device, self.sent.device, decoder.proposals
+        shape = (decoder.requests, self.nodes)
+        rows = shape[0] * shape[1]
+        site = plan.status[plan.status.shape[0] - 1]  # of the last site, argmax
+        targets = got["targets"].reshape(rows)
+        embed = partial(
+            embedding, got["tree_tokens"].reshape(rows), decoder.model.weights.embedding,
+            x=plan.x, status=plan.status[0],
+        )  # fmt: skip
         choose = partial(plan.launches[-1].call, token=targets)  # the plan's argmax
-        if self.temperature > 0:
+        if decoder.temperature > 0:
             choose = partial(
-                sample, plan.logits, self.row_request, window.position, token=targets,
-                status=status, temperature=self.temperature, seed=self.seed,
+                sample, plan.logits, self.row_request, window.position, token=targets, status=site,
+                temperature=decoder.temperature, seed=decoder.seed,
             )  # fmt: skip
+        own: Mapping[str, list[Launch]] = {
+            "draft": [Launch("proposals", partial(upload, proposals.host, proposals.flat))]
+        }
+        if hasattr(decoder.drafter, "launches"):
+            own = decoder.drafter.launches(self)
         return {
+            "draft": [
+                Launch("sent", partial(upload, self.sent.host, self.sent.flat)),
+                Launch("row_start", partial(upload, self.row_start, window.row_start)),
+                *own["draft"],
+            ],
             "build": [
                 Launch(
                     "tree_build",
                     partial(
-                        tree_build, sent["log_probs"], sent["tokens"], self.root_tokens,
-                        sent["budgets"], sent["floors"], tree_tokens=tree_tokens,
+                        tree_build, decoder.log_probs, decoder.tokens, decoder.root_tokens,
+                        sent["budgets"], sent["floors"], tree_tokens=got["tree_tokens"],
                         parents=got["parents"], depths=window.depth.reshape(shape),
                         ancestors=window.ancestors.reshape((*shape, cdiv(self.nodes, 32))),
                         counts=got["counts"], status=got["tree_status"],
                     ),
                 )
             ],
-            "verify": [*plan.launches[:-1], Launch("choose", choose)],
+            "verify": [Launch("embedding", embed), *plan.launches[1:-1], Launch("choose", choose)],
             "accept": [
                 Launch(
                     "greedy_accept",
                     partial(
-                        greedy_accept, got["targets"], status.reshape(shape), tree_tokens,
-                        got["parents"], got["counts"], max_accepted=room,
+                        greedy_accept, got["targets"], site.reshape(shape), got["tree_tokens"],
+                        got["parents"], got["counts"], max_accepted=self.path,
                         accepted=got["accepted"], accepted_counts=got["accepted_counts"],
                         next_tokens=got["next_tokens"], status=got["accept_status"],
                     ),
@@ -215,30 +197,112 @@ class Decoder:
                     partial(
                         cache_commit, window.page_table, window.prefix_len, got["accepted"],
                         got["accepted_counts"], page_size=window.page_size,
-                        cache=self.model.cache.latents, new_prefix_len=self.new_prefix_len,
+                        cache=decoder.model.cache.latents, new_prefix_len=decoder.new_prefix_len,
                         status=got["commit_status"],
                     ),
                 ),
+                *own.get("commit", ()),
                 Launch(
                     "close_round",
                     partial(
                         close_round, plan.status, got["counts"], got["next_tokens"],
-                        self.new_prefix_len, root_tokens=self.root_tokens,
+                        decoder.new_prefix_len, root_tokens=decoder.root_tokens,
                         prefix_len=window.prefix_len, fault=got["fault"],
                     ),
                 ),
+                Launch("got", partial(download, self.got.flat, self.got.host)),
             ],
         }  # fmt: skip
 
+    def run(self) -> dict[str, float]:
+        """Upload what was drafted, run the round, wait for it: seconds of each stage. DecodeError
+        if a kernel found a fault."""
+        self.staged.launch()
+        seconds = self.staged.wait()
+        got = self.got.array
+        for request in range(self.decoder.requests):
+            where = f"request {request}"
+            if fault := int(got["fault"][request]):
+                site, node = divmod(fault - 1, self.nodes)
+                name = self.plan.sites[site]
+                raise DecodeError(f"{where}, node {node}: {name} sets a status, see its file")
+            if code := int(got["tree_status"][request]):
+                raise DecodeError(f"{where}: tree_build gives status {code}, see its file")
+            for name in ("accept", "commit"):
+                if code := int(got[name + "_status"][request]):
+                    raise DecodeError(
+                        f"{where}, node {code // 16}: {name} gives status {code % 16}, see "
+                        "greedy_accept and cache_commit"
+                    )
+        return seconds
+
+
+class Decoder:
+    """A model, its cache and its rounds, for a number of requests, a drafter and a budget."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Any] | Prepared,
+        config: Config,
+        drafter: Any,
+        *,
+        requests: int,
+        budget: int,
+        context: int,
+        mode: str = "tree",
+        temperature: float = 0.0,
+        seed: int = 0,
+        adaptive: bool = False,
+        page_size: int = 16,
+    ):
+        """context: longest text. adaptive: rounds of several sizes. NotImplementedError for larger
+        trees than attention takes."""
+        if mode not in MODES:
+            raise ValueError(f"decode: mode {mode!r}, expected one of {', '.join(MODES)}")
+        if budget < 0:
+            raise ValueError(f"decode: budget {budget}, expected 0 or more")
+        self.drafter = None if mode == "ar" or budget == 0 else drafter
+        self.length = 1 if self.drafter is None else self.drafter.length
+        self.budget = 0 if mode == "ar" else budget
+        self.k = 1 if mode == "chain" else max(1, min(self.budget, config["vocab_size"]))
+        if mode == "chain":
+            self.budget = min(self.budget, self.length)
+        self.config, self.requests = config, requests
+        self.context, self.temperature, self.seed = context, temperature, seed
+        if self.budget + 1 > MAX_NODES:
+            raise NotImplementedError(
+                f"decode: a budget of {self.budget} makes trees of {self.budget + 1} nodes; "
+                f"attention takes at most {MAX_NODES}"
+            )
+        rows = requests * (self.budget + 1)
+        self.model = Model(
+            weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
+            positions=context + self.budget + 1, page_size=page_size,
+        )  # fmt: skip
+        drafts = (requests, self.length, self.k)
+        self.proposals = _Packed(log_probs=(drafts, "float32"), tokens=(drafts, "int32"))
+        self.log_probs = self.proposals.device["log_probs"]
+        self.tokens = self.proposals.device["tokens"]
+        self.root_tokens = empty((requests,), "int32")
+        self.new_prefix_len = empty((requests,), "int32")
+        self.first = empty((2, 1), "int32")  # token and status of a prompt's last row
+        self.number = to_device(np.arange(requests, dtype=np.int32))
+        if hasattr(self.drafter, "attach"):
+            self.drafter.attach(self)
+        rooms = sizes(self.budget + 1) if adaptive else [self.budget + 1]
+        self.steps = {nodes: Step(self, nodes) for nodes in rooms}
+
     def prefill(self, request: int, prompt: Sequence[int]) -> tuple[int, np.ndarray]:
         """Put a prompt into the cache; its first token and the logits [vocab] it came from."""
-        model, plan = self.model, self.plan
+        model = self.model
         model.release(request)
         for start in range(0, len(prompt), PREFILL_ROWS):
             part = list(prompt[start : start + PREFILL_ROWS])
             trees: list[Tree | None] = [None] * request + [Tree.chain(part)]
             plan = model.forward(trees)
             plan.check()
+            if hasattr(self.drafter, "prefilled"):
+                self.drafter.prefilled(request, plan, start, len(part))
             model.advance(request, len(part))
         logits = to_host(plan.logits)[-1]
         if self.temperature <= 0:
@@ -255,67 +319,78 @@ class Decoder:
         return token, logits
 
     def start(self, roots: Sequence[int], texts: Sequence[int]) -> None:
-        """Begin rounds: the root of each request, and how long its text may become.
-        CacheFull if there are not enough pages."""
+        """Begin rounds: the root of each request, and how long its text may become. Loads and
+        captures the rounds. CacheFull if there are not enough pages."""
         for request, most in enumerate(texts):
-            self.model.cache.reserve(request, most + self.nodes)
-        window = self.plan.window
-        starts = np.arange(self.requests + 1, dtype=np.int32) * self.nodes
-        copy_to_device(starts, window.row_start)
-        copy_to_device(np.asarray(self.model.prefix_len, np.int32), window.prefix_len)
+            self.model.cache.reserve(request, most + self.budget + 1)
+        self._rewind(roots)
+        self.proposals.array["log_probs"][:] = -np.inf
+        self.proposals.array["tokens"][:] = -1
+        for step in self.steps.values():
+            step.sent.array["budgets"][:] = -1  # no trees: nothing moves, no root changes
+            step.sent.array["reaches"][:] = 0
+            step.sent.array["floors"][:] = -np.inf
+            step.staged.load()
+
+    def _rewind(self, roots: Sequence[int]) -> None:
+        prefixes = self.steps[self.budget + 1].plan.window.prefix_len
+        copy_to_device(np.asarray(self.model.prefix_len, np.int32), prefixes)
         copy_to_device(np.asarray(roots, np.int32), self.root_tokens)
 
-    def round(self, lap: Callable[[str], None] | None = None) -> None:
-        """Upload what was drafted, run a round, wait for it. With `lap`, stage by stage, waiting
-        and calling lap(stage) after each. DecodeError if a kernel found a fault."""
-        self.sent.send()
-        if SIMULATED or lap is not None or not self._warm:
-            for stage, launches in self.stages.items():
-                for launch in launches:
-                    launch.call(stream=None)
-                if lap is not None:
-                    to_host(self.new_prefix_len)  # waits
-                    lap(stage)
-            self._warm = True  # every kernel is loaded: a graph can be captured
-        else:
-            from cuda.core import LEGACY_DEFAULT_STREAM
+    def measure(self, roots: Sequence[int], runs: int) -> dict[int, float]:
+        """Seconds of a round by nodes below the root, all requests having full trees; the median of
+        `runs`. After start; leaves prefixes and roots as they were."""
+        log_probs, tokens = (self.proposals.array[name] for name in ("log_probs", "tokens"))
+        rank = np.arange(self.k)
+        log_probs[:] = -np.log(2 + rank)
+        shift = 17 * np.arange(self.length)[:, None] + 5 * np.arange(self.requests)[:, None, None]
+        tokens[:] = (rank + shift) % self.config["vocab_size"]
+        found = {}
+        for nodes, step in self.steps.items():
+            step.sent.array["budgets"][:] = nodes - 1
+            step.sent.array["reaches"][:] = self.length
+            step.sent.array["floors"][:] = -np.inf
+            times = []
+            for _ in range(runs):
+                self._rewind(roots)
+                times.append(sum(step.run().values()))
+            found[nodes - 1] = float(np.median(times))
+        self._rewind(roots)
+        return found
 
-            if self._graph is None:
-                self._graph = self._captured()
-            self._graph.launch(LEGACY_DEFAULT_STREAM)
-        self.got.fetch()
-        self._check()
 
-    def _captured(self) -> Any:
-        from cuda.core import Device
+def sizes(nodes: int) -> list[int]:
+    """Nodes that the rounds of an adaptive budget have room for: powers of two, then `nodes`."""
+    return [1 << i for i in range(nodes.bit_length()) if 1 << i < nodes] + [nodes]
 
-        builder = Device().create_graph_builder()
-        builder.begin_building()
-        for launches in self.stages.values():
-            for launch in launches:
-                launch.call(stream=builder)
-        return builder.end_building().complete()
 
-    def _check(self) -> None:
-        got = self.got.array
-        for request in range(self.requests):
-            where = f"request {request}"
-            if fault := int(got["fault"][request]):
-                site, node = divmod(fault - 1, self.nodes)
-                name = self.plan.sites[site]
-                raise DecodeError(f"{where}, node {node}: {name} sets a status, see its file")
-            if code := int(got["tree_status"][request]):
-                raise DecodeError(f"{where}: tree_build gives status {code}, see its file")
-            for name in ("accept", "commit"):
-                if code := int(got[name + "_status"][request]):
-                    raise DecodeError(
-                        f"{where}, node {code // 16}: {name} gives status {code % 16}, see "
-                        "greedy_accept and cache_commit"
-                    )
+def measured_costs(
+    weights: Mapping[str, Any] | Prepared,
+    config: Config,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    drafter: Any,
+    *,
+    budget: int,
+    mode: str = "tree",
+    temperature: float = 0.0,
+    runs: int = 9,
+    page_size: int = 16,
+) -> dict[int, float]:
+    """Seconds of a round behind these prompts, by nodes below the root of each request's tree:
+    0, 1, 3, 7, .. and the budget. Stages of the device alone, the drafter's included if it has
+    any. What lies between is for np.interp: `decode` wants every number of nodes."""
+    longest = max(len(prompt) for prompt in prompts)
+    decoder = Decoder(
+        weights, config, drafter, requests=len(prompts), budget=budget, mode=mode,
+        context=longest + 1, temperature=temperature, adaptive=True, page_size=page_size,
+    )  # fmt: skip
+    roots = [decoder.prefill(r, [int(t) for t in p])[0] for r, p in enumerate(prompts)]
+    decoder.start(roots, [longest + 1] * len(prompts))
+    return decoder.measure(roots, runs)
 
 
 def decode(
-    weights: Mapping[str, Any],
+    weights: Mapping[str, Any] | Prepared,
     config: Config,
     prompts: Sequence[Sequence[int] | np.ndarray],
     drafter: Any,
@@ -331,7 +406,6 @@ def decode(
     on_token: Callable[[int, int], None] | None = None,
     on_round: Callable[[int, Round], None] | None = None,
     times: dict[str, float] | None = None,
-    profile: bool = False,
     keep: bool = True,
     page_size: int = 16,
 ) -> list[Decoded]:
@@ -344,9 +418,10 @@ def decode(
     costs     [budget + 1], the measured time of a round with n nodes below the root: no tree grows
               beyond what pays.
     on_token(request, token) is called for each token as it comes, on_round(request, round) after
-    each round; `times` gains the seconds spent in each stage, of which the captured round is one;
-    with `profile` nothing is captured and each stage is waited for. `keep`: return the logits of
-    every token, and the cache. ValueError for settings that make no sense.
+    each round. `times` gains the seconds of each stage: the device's own of build, verify, accept
+    and commit, the host's of load, prefill and emit, both of draft; launch is what a round took
+    beyond them. `keep`: return the logits of every token, which waits once more for each, and the
+    cache. ValueError for settings that make no sense.
     """
     limits = [max_new] * len(prompts) if isinstance(max_new, int) else list(max_new)
     if not prompts or len(limits) != len(prompts) or min(limits) < 1:
@@ -379,8 +454,8 @@ def decode(
         times[stage], since = times.get(stage, 0.0) + now - since, now
 
     decoder = Decoder(
-        weights, config, requests=len(prompts), budget=budget, mode=mode, context=max(most),
-        length=1 if mode == "ar" else drafter.length, temperature=temperature, seed=seed,
+        weights, config, drafter, requests=len(prompts), budget=budget, mode=mode,
+        context=max(most), temperature=temperature, seed=seed, adaptive=costs is not None,
         page_size=page_size,
     )  # fmt: skip
     lap("load")
@@ -407,42 +482,46 @@ def decode(
     for number, request in enumerate(requests):
         token, row = decoder.prefill(number, request.prompt)
         emit(number, [token], [row if keep else None])
-    decoder.start([request.tokens[-1] for request in requests], most)
     lap("prefill")
-    pace = _Pace(costs)
-    sent, got = decoder.sent.array, decoder.got.array
+    decoder.start([request.tokens[-1] for request in requests], most)
+    lap("load")
+    pace, proposals = _Pace(costs), decoder.proposals.array
     while any(not request.ended for request in requests):
-        sent["floors"][:] = pace.floors(decoder.nodes)
-        sent["log_probs"][:], sent["tokens"][:] = -np.inf, -1
+        step = decoder.steps[pace.size(decoder.steps)]
+        sent, got = step.sent.array, step.got.array
+        sent["floors"][:] = pace.floors(step.nodes)
+        proposals["log_probs"][:], proposals["tokens"][:] = -np.inf, -1
         for number, request in enumerate(requests):
-            sent["budgets"][number] = -1 if request.ended else decoder.budget
-            if request.ended or not decoder.budget:
-                continue
             room = min(limits[number] - len(request.tokens), context - len(request.text))
             reach = min(decoder.length, room - 1)  # deeper nodes could never be emitted
+            sent["budgets"][number] = -1 if request.ended else step.nodes - 1
+            sent["reaches"][number] = 0 if request.ended else reach
+            if request.ended or decoder.drafter is None or hasattr(drafter, "launches"):
+                continue
             log_probs, tokens = drafter.propose(number, request.text, decoder.k)
-            sent["log_probs"][number, :reach] = log_probs[:reach]
-            sent["tokens"][number, :reach] = tokens[:reach]
+            proposals["log_probs"][number, :reach] = log_probs[:reach]
+            proposals["tokens"][number, :reach] = tokens[:reach]
         lap("draft")
-        decoder.round(lap if profile else None)
-        tree_tokens = to_host(decoder.plan.tokens).reshape(len(prompts), decoder.nodes)
-        lap("wait" if profile else "round")
+        for stage, seconds in step.run().items():
+            times[stage] = times.get(stage, 0.0) + seconds
+            since += seconds
+        lap("launch")
         for number, request in enumerate(requests):
             if request.ended:
                 continue
             count = int(got["counts"][number])
             path = got["accepted"][number, : got["accepted_counts"][number]].copy()
-            targets = got["targets"][number, :count].copy()
-            first = number * decoder.nodes
+            tree_tokens, parents, targets = (
+                got[name][number, :count].copy() for name in ("tree_tokens", "parents", "targets")
+            )
             rows = [
-                to_host(decoder.plan.logits[first + node]) if keep else None
+                to_host(step.plan.logits[number * step.nodes + node]) if keep else None
                 for node in path.tolist()
             ]
             emitted = emit(number, targets[path], rows)
             pace.spend(count - 1, emitted)
-            parents = got["parents"][number, :count].copy()
             done = Round(
-                tree_tokens[number, :count].copy(), parents, _depths(parents), targets, path,
+                tree_tokens, parents, _depths(parents), targets, path,
                 int(got["next_tokens"][number]), emitted,
             )  # fmt: skip
             request.rounds.append(done)
@@ -474,8 +553,19 @@ class _Pace:
     def __init__(self, costs: np.ndarray | None):
         self.costs = None if costs is None else np.asarray(costs, np.float64)
         self.tokens, self.time = 0, 0.0
+        self.widest = 0  # nodes of the largest tree since `size`, the root included
+
+    def size(self, rooms: Iterable[int]) -> int:
+        """Which of these numbers of nodes the next round has room for: the smallest that holds
+        twice the last round's largest tree."""
+        wanted, self.widest = 2 * self.widest, 0
+        most = max(rooms)
+        if self.costs is None or not wanted:
+            return most
+        return min((room for room in rooms if room >= wanted), default=most)
 
     def spend(self, nodes: int, tokens: int) -> None:
+        self.widest = max(self.widest, nodes + 1)
         self.tokens += tokens
         self.time += 0.0 if self.costs is None else float(self.costs[nodes])
 

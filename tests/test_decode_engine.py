@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(call, error):
     simulated(
         f"""
 def full():
-    decoder = Decoder(weights, config, requests=2, budget=2, length=2, context=8, page_size=4)
+    decoder = Decoder(weights, config, Ngram(2), requests=2, budget=2, context=8, page_size=4)
     decoder.start([3, 4], [8, 800])
 try:
     {call}

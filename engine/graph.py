@@ -1,0 +1,131 @@
+"""A fixed list of launches, in stages: one CUDA graph on a GPU, and the time of each stage.
+
+    staged = Staged({"build": [...], "verify": [...]})
+    staged.load()       # once, before it is timed: run it launch by launch, then capture it
+    staged.launch()     # queue all of it
+    staged.wait()       # the one wait; {"build": seconds, "verify": seconds}
+
+Between stages the graph records an event, so that their times are the device's own and cost no
+wait. In the simulator launches run where they are queued, and times are the host's.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engine.device import SIMULATED, copy_to_device, cuda, to_host
+from engine.layers import Launch
+
+
+def pinned(size: int) -> np.ndarray:
+    """int32 [size] of zeros in page-locked memory: what a graph can copy from and to."""
+    host = np.zeros(size, np.int32) if SIMULATED else cuda.pinned_array(size, np.int32)
+    host[:] = 0
+    return host
+
+
+def upload(host: np.ndarray, device: Any, *, stream: Any = None) -> None:
+    """Queue a copy of a `pinned` array, which must stay as it is until that is done."""
+    if SIMULATED:
+        copy_to_device(host, device)
+        return
+    from cuda.bindings import driver
+
+    _sound(driver.cuMemcpyHtoDAsync(_address(device), host.ctypes.data, host.nbytes, _raw(stream)))
+
+
+def download(device: Any, host: np.ndarray, *, stream: Any = None) -> None:
+    """Queue a copy into a `pinned` array."""
+    if SIMULATED:
+        host[:] = to_host(device)
+        return
+    from cuda.bindings import driver
+
+    _sound(driver.cuMemcpyDtoHAsync(host.ctypes.data, _address(device), host.nbytes, _raw(stream)))
+
+
+class Staged:
+    """Launches by stage. They read and write the same memory every time."""
+
+    def __init__(self, stages: Mapping[str, Sequence[Launch]]):
+        self.stages = stages
+        self._graph: Any = None
+        self._seconds: dict[str, float] = {}
+
+    def load(self) -> None:
+        """Run it once without a graph, which loads every kernel, and capture it. In the simulator,
+        where there is nothing to load, nothing runs."""
+        if SIMULATED or self._graph is not None:
+            return
+        from cuda.core import LEGACY_DEFAULT_STREAM, Device
+
+        self._queue(LEGACY_DEFAULT_STREAM, captured=False)
+        self.wait()
+        builder = Device().create_graph_builder()
+        builder.begin_building()
+        self._queue(builder, captured=True)
+        self._graph = builder.end_building().complete()
+
+    def launch(self) -> None:
+        """Queue all stages on the default stream."""
+        if SIMULATED:
+            for stage, launches in self.stages.items():
+                since = time.perf_counter()
+                for launch in launches:
+                    launch.call(stream=None)
+                self._seconds[stage] = time.perf_counter() - since
+            return
+        from cuda.core import LEGACY_DEFAULT_STREAM
+
+        self.load()
+        self._graph.launch(LEGACY_DEFAULT_STREAM)
+
+    def wait(self) -> dict[str, float]:
+        """Wait until everything that was queued is done; seconds of each stage of the last run."""
+        if SIMULATED:
+            return dict(self._seconds)
+        from cuda.core import LEGACY_DEFAULT_STREAM
+
+        LEGACY_DEFAULT_STREAM.sync()
+        ends = self._events
+        return {stage: (ends[i + 1] - ends[i]) / 1000 for i, stage in enumerate(self.stages)}
+
+    @cached_property
+    def _events(self) -> list[Any]:
+        from cuda.core import Device, EventOptions
+
+        options = EventOptions(timing_enabled=True)
+        return [Device().create_event(options) for _ in range(len(self.stages) + 1)]
+
+    def _queue(self, stream: Any, *, captured: bool) -> None:
+        self._record(0, stream, captured)
+        for i, launches in enumerate(self.stages.values()):
+            for launch in launches:
+                launch.call(stream=stream)
+            self._record(i + 1, stream, captured)
+
+    def _record(self, event: int, stream: Any, captured: bool) -> None:
+        """An event of the graph's own if captured: without the flag it would only be an edge."""
+        from cuda.bindings import driver
+
+        flags = driver.CUevent_record_flags
+        flag = flags.CU_EVENT_RECORD_EXTERNAL if captured else flags.CU_EVENT_RECORD_DEFAULT
+        _sound(driver.cuEventRecordWithFlags(self._events[event].handle, _raw(stream), flag))
+
+
+def _raw(stream: Any) -> int:
+    from cuda.core import LEGACY_DEFAULT_STREAM
+
+    return int((LEGACY_DEFAULT_STREAM if stream is None else stream).__cuda_stream__()[1])
+
+
+def _address(array: Any) -> int:
+    return array.device_ctypes_pointer.value
+
+
+def _sound(answer: tuple) -> None:
+    if int(answer[0]):
+        raise RuntimeError(f"graph: {answer[0]}")
