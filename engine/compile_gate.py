@@ -15,11 +15,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.device import Kernel
 
 TARGETS = ("sm_90a", "sm_100", "sm_120")
 DOUBLE = re.compile(
@@ -122,43 +126,76 @@ def inspect_kernel(module: str, attribute: str, constants: dict | None, target: 
     )
 
 
-def _inspect_module(module: str, targets: tuple[str, ...]) -> list[Compiled]:
-    """All of one file's kernels; a kernel that does not compile is a row with that fault."""
-    rows = []
-    for attribute, constants in kernels(module):
-        entry = getattr(importlib.import_module(module), attribute)
-        kernel = entry if constants is None else entry(**constants)
-        for target in targets:
-            if kernel.archs is not None and target not in kernel.archs:
-                continue
-            try:
-                rows.append(inspect_kernel(module, attribute, constants, target))
-            except Exception as error:  # the table must show the rest
-                fault = f"does not compile: {type(error).__name__}: {error}".splitlines()[0]
-                name = f"{module.removeprefix('engine.kernels.')}:{kernel.name}"
-                rows.append(Compiled(name, target, 0, 0, 0, 0, {}, 0.0, [fault]))
-    return rows
+@dataclass(frozen=True)
+class Job:
+    """One specialisation for one target; what a process can be handed."""
+
+    module: str
+    attribute: str
+    constants: dict | None
+    target: str
+
+    def kernel(self) -> "Kernel":
+        entry = getattr(importlib.import_module(self.module), self.attribute)
+        return entry if self.constants is None else entry(**self.constants)
+
+
+def jobs(modules: Iterable[str], targets: Iterable[str]) -> list[Job]:
+    """All that there is to compile. Raises ValueError for a file without a kernel for a target."""
+    found, targets = [], tuple(targets)
+    for module in modules:
+        every = [Job(module, *entry, target) for entry in kernels(module) for target in targets]
+        mine = [j for j in every if j.target in (j.kernel().archs or (j.target,))]
+        if not mine:
+            raise ValueError(f"kernel file without a kernel for {targets}: {module}")
+        found += mine
+    return found
+
+
+def inspect_job(job: Job) -> Compiled:
+    """The row of a job; a kernel that does not compile is one with that fault."""
+    try:
+        return inspect_kernel(job.module, job.attribute, job.constants, job.target)
+    except Exception as error:  # the table must show the rest
+        fault = f"does not compile: {type(error).__name__}: {error}".splitlines()[0]
+        name = f"{job.module.removeprefix('engine.kernels.')}:{job.kernel().name}"
+        return Compiled(name, job.target, 0, 0, 0, 0, {}, 0.0, [fault])
+
+
+def fill_cache(job: Job) -> str | None:
+    """Compile into the cubin cache that launches read, without a look; what went wrong, or None."""
+    try:
+        job.kernel().cubin(job.target)
+    except Exception as error:
+        return f"{job.module}:{job.kernel().name} for {job.target}: {error}".splitlines()[0]
+    return None
+
+
+def for_all(
+    work: Callable[[Job], Any],
+    targets: Iterable[str] = TARGETS,
+    *,
+    only: str | None = None,
+    workers: int | None = None,
+) -> list:
+    """`work` of every job, in order, in parallel. only: the name of one kernel file."""
+    modules = [m for m in kernel_modules() if only is None or m.rsplit(".", 1)[1] == only]
+    if not modules:
+        raise ValueError(f"no kernel file is called {only!r}")
+    every = jobs(modules, targets)
+    workers = min(workers or len(os.sched_getaffinity(0)), len(every))
+    if workers == 1:
+        return [work(job) for job in every]
+    # spawn: a forked child of a process that holds a CUDA context cannot compile
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(work, every))
 
 
 def compile_all(
     targets: Iterable[str] = TARGETS, *, only: str | None = None, workers: int | None = None
 ) -> list[Compiled]:
     """One row a kernel and target. only: the name of one kernel file. Empty is an error."""
-    modules = [m for m in kernel_modules() if only is None or m.rsplit(".", 1)[1] == only]
-    if not modules:
-        raise ValueError(f"no kernel file is called {only!r}")
-    targets = tuple(targets)
-    workers = min(workers or os.cpu_count() or 1, len(modules))
-    if workers == 1:
-        results = [_inspect_module(m, targets) for m in modules]
-    else:
-        # spawn: a forked child of a process that holds a CUDA context cannot compile
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            results = list(pool.map(_inspect_module, modules, [targets] * len(modules)))
-    empty = [m for m, rows in zip(modules, results, strict=True) if not rows]
-    if empty:
-        raise ValueError(f"kernel files without a kernel for {targets}: {', '.join(empty)}")
-    return [row for rows in results for row in rows]
+    return for_all(inspect_job, targets, only=only, workers=workers)
 
 
 def table(rows: list[Compiled], *, wide: bool = False) -> str:
@@ -183,13 +220,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--wide", action="store_true", help="count the instructions of each kernel")
     parser.add_argument("-n", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument(
+        "--only-cache",
+        action="store_true",
+        help="fill the cache that launches load from, without looking at the machine code",
+    )
     options = parser.parse_args(arguments)
     if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         print("kdtr compile: unset NUMBA_ENABLE_CUDASIM; the simulator has no compiler")
         return 2
     started = time.perf_counter()
+    targets = options.target or TARGETS
     try:
-        rows = compile_all(options.target or TARGETS, only=options.kernel, workers=options.n)
+        if options.only_cache:
+            said = for_all(fill_cache, targets, only=options.kernel, workers=options.n)
+            bad = [fault for fault in said if fault]
+            print("\n".join([*bad, f"{len(said) - len(bad)} kernels are in the cache"]))
+            return 1 if bad else 0
+        rows = compile_all(targets, only=options.kernel, workers=options.n)
     except (ValueError, RuntimeError) as error:
         print(f"kdtr compile: {error}")
         return 2

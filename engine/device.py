@@ -10,6 +10,7 @@ cubins are cached on disk by content.
 import hashlib
 import inspect
 import os
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from filelock import FileLock
 from numba import cuda as cuda_api
 from numba.cuda import types
 from numba.cuda.core import config
@@ -186,7 +188,7 @@ class Kernel:
         device = Device()
         device.set_current()
         major, minor = device.compute_capability
-        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+        arch = f"sm_{major}{minor}" + ("a" if major == 9 else "")  # as the compile gate names it
         cubin, entry = self.cubin(arch)
         loaded = ObjectCode.from_cubin(cubin).get_kernel(entry)
         if self.dynamic_shared > 48 * 1024:
@@ -201,17 +203,16 @@ class Kernel:
     def cubin(self, arch: str) -> tuple[bytes, str]:
         """Machine code for `arch` ("sm_90a") and its entry name; needs no GPU and no driver."""
         path = _cache_dir() / f"{self.digest(arch)}.cubin"
-        try:
-            entry, _, code = path.read_bytes().partition(b"\0")
-            if code and hashlib.sha256(code[32:]).digest() == code[:32]:
-                return code[32:], entry.decode()
-        except FileNotFoundError:
-            pass
-        code, name = self._compile(arch)
+        if found := _read_cubin(path):
+            return found
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-            f.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
-        Path(f.name).replace(path)  # parallel workers write the same bytes; the last one wins
+        with FileLock(path.with_suffix(".lock")):  # parallel workers want the same kernels first
+            if found := _read_cubin(path):
+                return found
+            code, name = self._compile(arch)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+                f.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
+            Path(f.name).replace(path)
         return code, name
 
     def digest(self, arch: str) -> str:
@@ -221,7 +222,7 @@ class Kernel:
         engine = Path(__file__).parent
         parts = [arch, self.source, repr(sorted(self._constants.items())), repr(self._options())]
         parts += [f"{p}={version(p)}" for p in ("numba", "numba-cuda", "numpy")]
-        parts += [self._signature_text(), self.file.read_text()]
+        parts += [self._signature_text(), *_with_imports(self.file)]
         parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -422,6 +423,30 @@ def _stream(stream: Any) -> Any:
 
 def _cache_dir() -> Path:
     return Path(os.environ.get("KDTR_CACHE", Path.home() / ".cache" / "kdtr")) / "cubin"
+
+
+def _read_cubin(path: Path) -> tuple[bytes, str] | None:
+    """Code and entry name of a cache entry; None if it is not there or damaged."""
+    try:
+        entry, _, code = path.read_bytes().partition(b"\0")
+    except FileNotFoundError:
+        return None
+    if not code or hashlib.sha256(code[32:]).digest() != code[:32]:
+        return None
+    return code[32:], entry.decode()
+
+
+def _with_imports(file: Path) -> list[str]:
+    """The text of a kernel file and of the kernel files whose functions it may inline."""
+    texts: dict[Path, str] = {}
+    queue = [file]
+    while queue:
+        path = queue.pop()
+        if path not in texts:
+            texts[path] = path.read_text()
+            names = re.findall(r"^from engine\.kernels\.(\w+) import", texts[path], re.M)
+            queue += [Path(__file__).parent / "kernels" / f"{name}.py" for name in names]
+    return [texts[path] for path in sorted(texts)]
 
 
 def _compute_capability(arch: str) -> tuple:

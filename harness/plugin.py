@@ -22,9 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -178,31 +179,37 @@ class Seat:
         return case.gpus == self.each if self.each else case.gpus <= max(1, len(self.uuids))
 
     @contextlib.contextmanager
-    def watch(self, case_id: str, limit_s: float, on_timeout: Any) -> Iterator[None]:
-        """Hold the shared GPU, and end the process if the block takes longer than `limit_s`.
+    def watch(
+        self, case_id: str, limit_s: float, on_timeout: Callable[[], None]
+    ) -> Iterator[Callable[[], AbstractContextManager]]:
+        """End the process if the block takes longer than `limit_s`.
 
         `run_case` has a limit for a launch, which costs no process. This one is for what that
         cannot interrupt; the last, which faulthandler keeps, for what never lets go of Python.
+        Yields what to enter while the GPU is used: a turn on a shared one. The wait for it does
+        not count, and the limit starts again with it.
         """
         with contextlib.ExitStack() as stack:
-            if self.shared:
-                for lock in devices.turn(",".join(self.uuids)):
-                    stack.enter_context(lock)
-            timer = threading.Timer(limit_s, on_timeout)
-            timer.daemon = True
             words = stack.enter_context(self.words.open("w")) if self.words else None
             if words:
                 print(json.dumps({"id": case_id}), file=words, flush=True)
                 faulthandler.enable(words)
-            faulthandler.dump_traceback_later(
-                limit_s + GRACE_S, exit=True, file=words or sys.stderr
-            )
-            timer.start()
+            stop = alarm(limit_s, on_timeout, words)
+
+            @contextlib.contextmanager
+            def turn() -> Iterator[None]:
+                nonlocal stop
+                with contextlib.ExitStack() as held:
+                    if self.shared:
+                        stop()
+                        held.enter_context(devices.turn(",".join(self.uuids)))
+                        stop = alarm(limit_s, on_timeout, words)
+                    yield
+
             try:
-                yield
+                yield turn
             finally:
-                timer.cancel()
-                faulthandler.cancel_dump_traceback_later()
+                stop()
                 if words:
                     faulthandler.enable(sys.__stderr__ or 2)
 
@@ -212,6 +219,22 @@ class Seat:
         with self.words.open("a") as words:
             print(json.dumps(as_json(verdict)), file=words, flush=True)
         os._exit(LOST)
+
+
+def alarm(
+    limit_s: float, on_timeout: Callable[[], None], words: TextIO | None
+) -> Callable[[], None]:
+    """Call `on_timeout` after `limit_s`, end the process a little later; returns what stops it."""
+    timer = threading.Timer(limit_s, on_timeout)
+    timer.daemon = True
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=words or sys.stderr)
+    timer.start()
+
+    def stop() -> None:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    return stop
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
@@ -306,16 +329,13 @@ class CaseItem(pytest.Item):
             raise Failure(verdict)
 
     def judge(self) -> Verdict:
-        from harness import golden, report, run
+        from harness import run
 
         assert self.spec is not None
         assert self.case is not None
         seat, spec, case = self.config.stash[SEAT], self.spec, self.case
-        if seat.shared:  # while a neighbour has the GPU, make what needs none
-            with contextlib.suppress(report.Fault):
-                golden.make(spec, case)
-        with seat.watch(spec.case_id(case), limit_s(case), self.overran):
-            verdict = run.run_case(spec, case, kernel=self.config.option.kernel)
+        with seat.watch(spec.case_id(case), limit_s(case), self.overran) as turn:
+            verdict = run.run_case(spec, case, kernel=self.config.option.kernel, turn=turn)
         if verdict.lost and seat.worker:
             seat.leave(verdict)
         if verdict.lost:  # no case after this one could be judged fairly here
@@ -464,11 +484,15 @@ class Run:
         node.workerinput[PROPERTY] = {
             "device": self.choice.device,
             "uuids": [g.uuid for g in lease.gpus],
-            "shared": lease.shared,
+            "shared": lease.shared or self.crowded(node.workerinput.get("workercount", 1)),
             "each": (self.config.option.kdtr_gpus or 1) if self.choice.gpus else None,
             "seconds": self.earlier(),
             "folder": str(self.folder),
         }
+
+    def crowded(self, workers: int) -> bool:
+        """Whether workers will share GPUs, which the first of them must know too."""
+        return workers * self.leases.per_worker > len(self.choice.gpus) > 0
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:

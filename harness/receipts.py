@@ -24,6 +24,7 @@ from harness.report import Status, replace_file
 from harness.spec import STAGES, Case, Spec, SpecError
 
 FOLDER = Path("ci", "receipts")
+SANITIZED = Path("report", "sanitize.json")
 STAGE_FOLDER = Path(".cache", "stages")
 PACKAGES = ("kdtree-engine", "numpy", "ml_dtypes", "numba", "numba-cuda")
 
@@ -90,7 +91,8 @@ def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list
     """Put the cases of a report that ran on a real GPU into their GPUs' files; returns the files.
 
     Rows of cases that were not in this run stay, rows of cases that no spec has go. A case judged
-    with another kernel than the spec's is no evidence for the spec's.
+    with another kernel than the spec's is no evidence for the spec's. What compute-sanitizer said
+    of the same sources (report/sanitize.json, or an earlier row) is noted.
     """
     context = report["context"]
     if context["device"] != "cuda":
@@ -111,14 +113,51 @@ def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list
             "driver": gpu["driver"],
             "versions": {k: context[k] for k in PACKAGES if k in context},
         }
+    found = _sanitized(root)
     written = []
     for slug, new in sorted(rows.items()):
-        merged = {i: row for i, row in read(root, slug).items() if i in known_ids} | new
-        lines = ",\n".join(f"  {json.dumps(merged[i])}" for i in sorted(merged))
-        text = f'{{"version": 1, "gpu": {json.dumps(slug)}, "cases": [\n{lines}\n]}}\n'
-        replace_file(path(root, slug), text.encode())
+        old = read(root, slug)
+        for i, row in new.items():
+            before = old.get(i, {})
+            if "sanitizer" in before and before["digest"] == row["digest"]:
+                row["sanitizer"] = before["sanitizer"]
+        _note(new, found, slug)
+        _write(root, slug, {i: row for i, row in old.items() if i in known_ids} | new)
         written.append(path(root, slug))
     return written
+
+
+def _write(root: Path, gpu: str, rows: Mapping[str, Any]) -> None:
+    lines = ",\n".join(f"  {json.dumps(rows[i])}" for i in sorted(rows))
+    text = f'{{"version": 1, "gpu": {json.dumps(gpu)}, "cases": [\n{lines}\n]}}\n'
+    replace_file(path(root, gpu), text.encode())
+
+
+def note_sanitizer(root: Path, found: Mapping[str, Any]) -> int:
+    """Note a report of ci/sanitize.py in the rows of the same sources; how many there were."""
+    rows = read(root, found["gpu"])
+    noted = _note(rows, found, found["gpu"])
+    if noted:
+        _write(root, found["gpu"], rows)
+    return noted
+
+
+def _note(rows: Mapping[str, dict[str, Any]], found: Mapping[str, Any], gpu: str) -> int:
+    noted = 0
+    for i, clean in found.get("clean", {}).items() if found.get("gpu") == gpu else ():
+        if i in rows and rows[i]["digest"] == clean["digest"]:
+            rows[i]["sanitizer"] = clean["tools"]
+            noted += 1
+    return noted
+
+
+def _sanitized(root: Path) -> dict[str, Any]:
+    """The last report of ci/sanitize.py here; empty if there is none that can be read."""
+    try:
+        found = json.loads((root / SANITIZED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 # -- stages ----------------------------------------------------------------------------------------

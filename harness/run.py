@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,10 +63,12 @@ def run_case(
     *,
     kernel: str | Launcher | None = None,
     cache_dir: Path | None = None,
+    turn: Callable[[], AbstractContextManager] = contextlib.nullcontext,
 ) -> Verdict:
     """Golden, run, compare. Never raises for a fault of spec, oracle or kernel.
 
-    `kernel` ("module:function" or a launcher) runs in place of the spec's.
+    `kernel` ("module:function" or a launcher) runs in place of the spec's. `turn()` is entered
+    while the device is used, and at no other time: neighbours share it.
     """
     on_host = spec.stage == "golden"
     name = "" if on_host else kernel_name(kernel or spec.kernel or "")
@@ -89,7 +92,8 @@ def run_case(
         if on_host:
             actual = witness(spec, case, golden)
         else:
-            actual = execute(spec, case, golden, kernel=kernel)
+            with turn():
+                actual = execute(spec, case, golden, kernel=kernel)
         return judged(verdict, compare(spec, case, golden, actual), actual.time_us)
     except Fault as fault:
         return replace(verdict, status=fault.status, message=fault.message, lost=fault.lost)
@@ -146,6 +150,7 @@ def execute(
     first = prepared.outputs()
     prepared.run(launcher, case, second=True)
     second = prepared.outputs()
+    prepared.free()
     unwritten, unstable = {}, {}
     for name, output in spec.outputs.items():
         one, two = _flat_bits(first[name]), _flat_bits(second[name])
@@ -235,22 +240,23 @@ def check_signature(spec: Spec, case: Case, launcher: Launcher) -> None:
 class _Buffer:
     """One tensor in device memory, between two guard bands in one allocation."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype):
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype, guard: int):
         from numba import cuda
 
-        self.name, self.shape, self.dtype = name, shape, dtype
+        self.name, self.shape, self.dtype, self.guard = name, shape, dtype, guard
         self.size = math.prod(shape) * dtype.itemsize
-        self.bytes = cuda.device_array(GUARD + self.size + GUARD, np.uint8)
+        self.bytes = cuda.device_array(guard + self.size + guard, np.uint8)
         if self.size:
-            self.inner = self.bytes[GUARD : GUARD + self.size]
+            self.inner = self.bytes[guard : guard + self.size]
             self.array = self.inner.view(dtype).reshape(shape)
         else:
             self.array = cuda.device_array(shape, dtype)
 
     def fill(self, content: np.ndarray) -> None:
         """Set the guard bands and, from a host array of the tensor's dtype and shape, the rest."""
-        self.bytes[:GUARD].copy_to_device(_BAND)
-        self.bytes[GUARD + self.size :].copy_to_device(_BAND)
+        if self.guard:
+            self.bytes[: self.guard].copy_to_device(_BAND)
+            self.bytes[self.guard + self.size :].copy_to_device(_BAND)
         if self.size:
             self.inner.copy_to_device(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
 
@@ -261,6 +267,8 @@ class _Buffer:
 
     def trespass(self) -> str | None:
         """Where a guard band was written to, in words."""
+        if not self.guard:
+            return None
         item = self.dtype.itemsize
         after = np.flatnonzero(self.bytes[GUARD + self.size :].copy_to_host() != _BAND) // item
         if after.size:
@@ -285,18 +293,22 @@ def poison(dtype: str, second: bool) -> int:
 
 
 class Prepared:
-    """A case's tensors on the device, and what is looked at around a launch."""
+    """A case's tensors on the device, and what is looked at around a launch.
 
-    def __init__(self, spec: Spec, case: Case, golden: Golden):
+    guard: bytes of guard band on either side of each tensor, GUARD or 0. A tool that watches
+    memory itself wants none: what lies behind a tensor must not be memory that can be read.
+    """
+
+    def __init__(self, spec: Spec, case: Case, golden: Golden, *, guard: int = GUARD):
         self.spec, self.case, self.golden = spec, case, golden
         self.device, self.time_us = device_name(), 0.0
         shapes = spec.shapes(case)
         try:
             self.buffers = {
-                n: _Buffer(n, shapes[n], t.numpy_dtype) for n, t in spec.tensors().items()
+                n: _Buffer(n, shapes[n], t.numpy_dtype, guard) for n, t in spec.tensors().items()
             }
             self.weights = {
-                n: _Buffer(n, a.shape, a.dtype) for n, a in (golden.weights or {}).items()
+                n: _Buffer(n, a.shape, a.dtype, guard) for n, a in (golden.weights or {}).items()
             }
             self.constant = {n: (self.buffers[n], golden.inputs[n]) for n in spec.inputs}
             self.constant |= {
@@ -311,13 +323,15 @@ class Prepared:
                 lost=_context_lost(),
             ) from error
 
-    def arguments(self, launcher: Launcher, *, second: bool) -> dict[str, Any]:
-        """The launcher's keywords, with outputs and scratch freshly poisoned."""
+    def arguments(
+        self, launcher: Launcher, *, second: bool, poisoned: bool = True
+    ) -> dict[str, Any]:
+        """The launcher's keywords, with outputs and scratch freshly poisoned (or as they are)."""
         for name, tensor in {**self.spec.outputs, **self.spec.scratch}.items():
             buffer = self.buffers[name]
             if getattr(tensor, "inout", False):
                 buffer.fill(self.golden.inputs[name])
-            else:
+            elif poisoned:
                 bits = np.dtype(f"u{buffer.dtype.itemsize}")
                 buffer.fill(np.full(buffer.shape, poison(tensor.dtype, second), bits))
         given: dict[str, Any] = {n: b.array for n, b in self.buffers.items()}
@@ -387,6 +401,14 @@ class Prepared:
     def outputs(self) -> dict[str, np.ndarray]:
         """Host copies of what the last launch left."""
         return {n: self.buffers[n].host() for n in self.spec.outputs}
+
+    def free(self) -> None:
+        """Give the device memory back at once: Numba keeps it for later, and others wait for it."""
+        self.buffers, self.weights, self.constant = {}, {}, {}
+        if not simulated():
+            from numba import cuda
+
+            cuda.current_context().memory_manager.deallocations.clear()
 
 
 def _flat_bits(array: np.ndarray) -> np.ndarray:

@@ -78,8 +78,8 @@ def judge(tmp_path, source):
     (tmp_path / "planted_kernel.py").write_text(HEADER + textwrap.dedent(source))
     code = (
         "import json; from dataclasses import asdict; from engine.compile_gate import *;"
-        "from engine.compile_gate import _inspect_module;"
-        "print(json.dumps([asdict(r) for r in _inspect_module('planted_kernel', ('sm_90a',))]))"
+        "rows = map(inspect_job, jobs(['planted_kernel'], ['sm_90a']));"
+        "print(json.dumps([asdict(r) for r in rows]))"
     )
     environment = {**os.environ, "KDTR_CACHE": str(tmp_path / "cache")}
     environment.pop("NUMBA_ENABLE_CUDASIM", None)
@@ -102,6 +102,50 @@ def test_sound_kernel_passes(tmp_path):
     row = judge(tmp_path, SOUND)
     assert row["faults"] == []
     assert row["registers"] > 0
+
+
+AT_ONCE = """
+import sys, time
+from pathlib import Path
+from engine.device import Kernel
+from planted_kernel import planted
+
+def slowly(self, arch, compile=Kernel._compile):
+    with open(sys.argv[1], "a") as log:
+        log.write("compiled\\n")
+    time.sleep(1)
+    return compile(self, arch)
+
+Kernel._compile = slowly
+code, name = planted.cubin("sm_90a")
+print(name, len(code))
+"""
+
+
+def test_processes_that_want_one_kernel_compile_it_once(tmp_path):
+    (tmp_path / "planted_kernel.py").write_text(HEADER + textwrap.dedent(SOUND))
+    (tmp_path / "at_once.py").write_text(AT_ONCE)
+    environment = {**os.environ, "KDTR_CACHE": str(tmp_path / "cache")}
+    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path.cwd())])
+    command = [sys.executable, str(tmp_path / "at_once.py"), str(tmp_path / "log")]
+    at_once = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = {process.communicate()[0] for process in at_once}
+    assert [process.returncode for process in at_once] == [0, 0, 0]
+    assert len(said) == 1
+    assert (tmp_path / "log").read_text() == "compiled\n"
+
+
+def test_a_kernel_file_that_is_imported_counts_in_the_cache_key(tmp_path):
+    from engine import device
+
+    file = tmp_path / "mine.py"
+    file.write_text("from engine.kernels.argmax import argmax\n")
+    argmax = Path(device.__file__).parent / "kernels" / "argmax.py"
+    assert set(device._with_imports(file)) >= {file.read_text(), argmax.read_text()}
 
 
 def test_unknown_kernel_is_an_error(capsys, monkeypatch):
