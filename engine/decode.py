@@ -136,7 +136,7 @@ class Step:
         self.row_start[:] = np.arange(requests + 1) * nodes
         self.row_request = to_device(np.repeat(np.arange(requests, dtype=np.int32), nodes))
         self.plan = decoder.model.plan(requests * nodes, requests, cdiv(nodes, 32))
-        self.staged = Staged(self._stages())
+        self.staged = Staged(self._stages(), direct=self.plan.direct)
 
     def _stages(self) -> dict[str, list[Launch]]:
         """The launches of the round in order, by stage."""
@@ -254,6 +254,7 @@ class Decoder:
         seed: int = 0,
         adaptive: bool = False,
         page_size: int = 16,
+        group: Any = None,
     ):
         """context: longest text. adaptive: rounds of several sizes. NotImplementedError for larger
         trees than attention takes."""
@@ -277,7 +278,7 @@ class Decoder:
         rows = requests * (self.budget + 1)
         self.model = Model(
             weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
-            positions=context + self.budget + 1, page_size=page_size,
+            positions=context + self.budget + 1, page_size=page_size, group=group,
         )  # fmt: skip
         drafts = (requests, self.length, self.k)
         self.proposals = _Packed(log_probs=(drafts, "float32"), tokens=(drafts, "int32"))
@@ -408,6 +409,7 @@ def decode(
     times: dict[str, float] | None = None,
     keep: bool = True,
     page_size: int = 16,
+    group: Any = None,
 ) -> list[Decoded]:
     """Decode all prompts side by side, a round for all at a time, until all have ended.
 
@@ -421,7 +423,8 @@ def decode(
     each round. `times` gains the seconds of each stage: the device's own of build, verify, accept
     and commit, the host's of load, prefill and emit, both of draft; launch is what a round took
     beyond them. `keep`: return the logits of every token, which waits once more for each, and the
-    cache. ValueError for settings that make no sense.
+    cache. group: this rank of several (engine/parallel.py), which all decode alike; `costs` must be
+    the same ones. ValueError for settings that make no sense.
     """
     limits = [max_new] * len(prompts) if isinstance(max_new, int) else list(max_new)
     if not prompts or len(limits) != len(prompts) or min(limits) < 1:
@@ -456,7 +459,7 @@ def decode(
     decoder = Decoder(
         weights, config, drafter, requests=len(prompts), budget=budget, mode=mode,
         context=max(most), temperature=temperature, seed=seed, adaptive=costs is not None,
-        page_size=page_size,
+        page_size=page_size, group=group,
     )  # fmt: skip
     lap("load")
 

@@ -50,15 +50,16 @@ def download(device: Any, host: np.ndarray, *, stream: Any = None) -> None:
 class Staged:
     """Launches by stage. They read and write the same memory every time."""
 
-    def __init__(self, stages: Mapping[str, Sequence[Launch]]):
-        self.stages = stages
+    def __init__(self, stages: Mapping[str, Sequence[Launch]], *, direct: bool = False):
+        """direct: never as a graph."""
+        self.stages, self.direct = stages, direct
         self._graph: Any = None
         self._seconds: dict[str, float] = {}
 
     def load(self) -> None:
         """Run it once without a graph, which loads every kernel, and capture it. In the simulator,
         where there is nothing to load, nothing runs."""
-        if SIMULATED or self._graph is not None:
+        if SIMULATED or self.direct or self._graph is not None:
             return
         from cuda.core import LEGACY_DEFAULT_STREAM, Device
 
@@ -80,6 +81,9 @@ class Staged:
             return
         from cuda.core import LEGACY_DEFAULT_STREAM
 
+        if self.direct:
+            self._queue(LEGACY_DEFAULT_STREAM, captured=False)
+            return
         self.load()
         self._graph.launch(LEGACY_DEFAULT_STREAM)
 

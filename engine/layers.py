@@ -7,6 +7,13 @@ A function returns the launches of its block, in the order of the model's formul
   moe   gate -> router -> routed experts -> delta[0]; shared expert -> delta[1:]
 
 The residual stream x takes delta's parts in `add_rms_norm`, together with the norm that follows.
+With a group (engine/parallel.py) a rank has some of the heads, of the experts and of the rows of
+large matrices; what follows a split matrix or kernel is a gather:
+
+  mla   .. -> its heads' o -> all heads' o -> its columns of delta -> delta
+  mlp   its gate and up -> swiglu -> all columns -> its columns of delta -> delta
+  moe   its experts' parts -> of its rows, the parts of all experts -> its rows of delta[0] -> all
+
 `Launch.shows` names arrays that are complete once a launch is done; a forward pass can record them.
 """
 
@@ -16,14 +23,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.device import empty
+from engine.device import cdiv, empty
 from engine.kernels import gemm_bf16, gemm_f32, moe_f32, moe_w4a16
 from engine.kernels.add_rms_norm import add_rms_norm
+from engine.kernels.join_columns import join_columns
 from engine.kernels.latent_append import latent_append
+from engine.kernels.moe_combine import moe_combine_ranks
 from engine.kernels.rope import rope
 from engine.kernels.router import router
 from engine.kernels.swiglu import swiglu
-from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla
+from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla_heads
 from engine.kernels.w4a16_gemm import w4a16_gemm
 
 INT4_ROWS = 256  # that w4a16_gemm and the MoE kernels take in one launch
@@ -69,21 +78,27 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights [n, k] of a projection: `w` bf16 or fp32, or INT4 as `qw` and `sc`."""
+    """Weights [n, k] of a projection: `w` bf16 or fp32, or INT4 as `qw` and `sc`. With `ranks`, its
+    rows are this rank's share of so many equal ones."""
 
     n: int
     k: int
     w: Any = None
     qw: Any = None  # int32 [n, k/8]
     sc: Any = None  # bf16 [n, k/32]
+    ranks: int | None = None
 
     @property
     def parts(self) -> int:
-        """Sums over ranges of K that `project` leaves to the reader."""
+        """Sums over ranges of K that `project` leaves to the reader; those of the whole matrix."""
         if self.w is None:
             return 1
         gemm = gemm_f32 if self.w.dtype == "float32" else gemm_bf16
-        return gemm.parts(self.n, self.k)
+        return gemm.parts(self.n * (self.ranks or 1), self.k)
+
+    @property
+    def whole_n(self) -> int:
+        return self.n * (self.ranks or 1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,12 @@ class Moe:
     inner: int  # moe_intermediate_size
     top_k: int
     scale: float  # routed_scaling_factor
+    ranks: int | None = None  # that share the routed experts in equal ranges
+
+    @property
+    def count(self) -> int:
+        """Routed experts that are here."""
+        return self.gate.n // (self.ranks or 1)
 
     @property
     def int4(self) -> bool:
@@ -124,7 +145,7 @@ class Moe:
         return (moe_w4a16 if self.int4 else moe_f32).scratch_shapes(
             rows=rows,
             top_k=self.top_k,
-            experts=self.gate.n,
+            experts=self.count,
             hidden=self.gate.k,
             inner=self.inner,
         )
@@ -189,14 +210,41 @@ def _blocks(rows: int) -> list[slice]:
     return [slice(first, min(first + INT4_ROWS, rows)) for first in range(0, rows, INT4_ROWS)]
 
 
+def gathered(name: str, part: Any, whole: Any, b: Buffers, group: Any) -> list[Launch]:
+    """whole [.., ranks * width]: what every rank has in part [.., width], side by side."""
+    *_, width = part.shape
+    flat = part.reshape(part.size // width, width)
+    every = b.view(
+        f"gathered_{part.dtype}", group.world, *flat.shape, dtype=str(part.dtype)
+    )  # fmt: skip
+    whole = whole.reshape(flat.shape[0], group.world * width)
+    return [
+        Launch(f"{name}.gather", _call(group.all_gather, flat, every)),
+        Launch(f"{name}.join", _call(join_columns, every, whole=whole)),
+    ]
+
+
+def project_whole(
+    name: str, x: Any, matrix: Matrix, y: Any, b: Buffers, group: Any, **shows: Any
+) -> list[Launch]:
+    """`project` into y [parts, rows, whole_n], wherever the matrix is."""
+    if matrix.ranks is None:
+        return project(name, x, matrix, y, **shows)
+    part = b.view("projected", matrix.parts, x.shape[0], matrix.n)
+    launches = [*project(name, x, matrix, part), *gathered(name, part, y, b, group)]
+    launches[-1].shows.update(shows)
+    return launches
+
+
 def attend(
     name: str, query: Any, cache: Any, mixed: Any, window: Window, config: Config, b: Buffers
 ) -> Launch:
     """query [rows, heads, rank + rope] over the prefix and the ancestors -> mixed [.., rank]."""
     rows, heads, rank = mixed.shape
     call = _call(
-        tree_verify_mla, query, cache, window.page_table, window.row_start, window.prefix_len,
-        window.ancestors, scale=softmax_scale(config), page_size=window.page_size, o=mixed,
+        tree_verify_mla_heads, query, cache, window.page_table, window.row_start, window.prefix_len,
+        window.ancestors, scale=softmax_scale(config), page_size=window.page_size,
+        of_heads=config["num_attention_heads"], o=mixed,
         partial=b.view("attention_partial", rows, MAX_SPLITS, heads, rank),
         stats=b.view("attention_stats", rows, MAX_SPLITS, heads, 2),
     )  # fmt: skip
@@ -204,9 +252,18 @@ def attend(
 
 
 def routed_experts(
-    name: str, h: Any, experts: Any, shares: Any, weights: Moe, y: Any, b: Buffers
-) -> list[Launch]:
+    name: str, h: Any, experts: Any, shares: Any, weights: Moe, y: Any, b: Buffers,
+    group: Any = None,
+) -> list[Launch]:  # fmt: skip
     """y [rows, hidden] = the weighted sum of each row's experts, in ascending id."""
+    if weights.ranks is not None:
+        return [
+            launch
+            for rows in _blocks(h.shape[0])
+            for launch in _experts_of_ranks(
+                name, h[rows], experts[rows], shares[rows], weights, y[rows], b, group
+            )
+        ]
     function = moe_w4a16.moe_w4a16 if weights.int4 else moe_f32.moe_f32
     launches = []
     for rows in _blocks(h.shape[0]):
@@ -221,19 +278,66 @@ def routed_experts(
     return launches
 
 
+def _experts_of_ranks(
+    name: str, h: Any, experts: Any, shares: Any, weights: Moe, y: Any, b: Buffers, group: Any
+) -> list[Launch]:
+    """Each rank runs its experts over all rows and sums up its share of the rows, in the order of
+    one GPU: what an expert made of a row goes to the rank that has the row."""
+    function = moe_w4a16.moe_w4a16_share if weights.int4 else moe_f32.moe_f32_share
+    (rows, top_k), hidden, world = experts.shape, h.shape[1], group.world
+    each = cdiv(rows, world)  # rows of a rank; the last ones may have fewer, or none
+    scratch = {
+        key: b.view(f"experts_{key}", *shape, dtype=dtype)
+        for key, (shape, dtype) in weights.scratch_shapes(rows).items()
+        if key != "parts"
+    }
+    parts = b.view("experts_parts", world, each * top_k, hidden)
+    others = b.view("experts_others", world, each * top_k, hidden)
+    own = b.view("experts_own", each, hidden)
+    used = parts.reshape(world * each * top_k, hidden)[: rows * top_k]
+    mine = slice(min(rows, group.rank * each), min(rows, (group.rank + 1) * each))
+    launches = [
+        Launch(
+            name,
+            _call(
+                function, h, experts, **weights.routed, first=group.rank * weights.count,
+                **scratch, parts=used,
+            ),
+        ),
+        Launch(f"{name}.exchange", _call(group.exchange, parts, others)),
+    ]  # fmt: skip
+    if mine.start < mine.stop:
+        combine = _call(
+            moe_combine_ranks, others, experts[mine], shares[mine], count=weights.gate.n,
+            y=own[: mine.stop - mine.start],
+        )  # fmt: skip
+        launches.append(Launch(f"{name}.combine", combine))
+    every = b.view("experts_rows", world, each, hidden)
+    launches.append(Launch(f"{name}.gather", _call(group.all_gather, own, every)))
+    first = every.reshape(world * each, hidden)[:rows].reshape(1, rows, hidden)
+    launches.append(Launch(f"{name}.rows", _call(join_columns, first, whole=y)))
+    return launches
+
+
 def reserve_experts(weights: Moe, rows: int, b: Buffers) -> None:
     """Allocate the scratch of `routed_experts` for any number of rows up to `rows`: some of it is
     largest for fewer."""
-    for count in range(1, min(rows, INT4_ROWS) + 1):
+    most = min(rows, INT4_ROWS)
+    for count in range(1, most + 1):
         for key, (shape, dtype) in weights.scratch_shapes(count).items():
             b.view(f"experts_{key}", *shape, dtype=dtype)
+    if weights.ranks is not None:
+        each = cdiv(most, weights.ranks)
+        for name in ("experts_parts", "experts_others"):
+            b.view(name, weights.ranks * each * weights.top_k, weights.gate.k)
 
 
 def mla(
-    name: str, h: Any, weights: Attention, cache: Any, window: Window, config: Config, b: Buffers
-) -> tuple[list[Launch], Any]:
+    name: str, h: Any, weights: Attention, cache: Any, window: Window, config: Config, b: Buffers,
+    group: Any = None,
+) -> tuple[list[Launch], Any]:  # fmt: skip
     """Launches from h [rows, hidden] to delta [parts, rows, hidden]; cache [slots, rank + rope]."""
-    rows, heads = window.rows, config["num_attention_heads"]
+    rows, heads = window.rows, weights.absorb.shape[0]
     nope, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     rank, v, q_rank = config["kv_lora_rank"], config["v_head_dim"], config["q_lora_rank"]
     qkv = b.view("qkv", weights.qkv.parts, rows, weights.qkv.n)
@@ -242,7 +346,11 @@ def mla(
     query = b.activations("query", rows, heads, rank + turned)
     mixed = b.activations("mixed", rows, heads, rank)
     o = b.activations("o", rows, heads, v)
-    delta = b.view("delta", weights.o.parts, rows, weights.o.n)
+    delta = b.view("delta", weights.o.parts, rows, weights.o.whole_n)
+    every, gathering = o.reshape(rows, heads * v), []
+    if group is not None:
+        every = b.activations("every_o", rows, weights.o.k)
+        gathering = gathered(f"{name}.values", o.reshape(rows, heads * v), every, b, group)
     launches = [
         *project(f"{name}.qkv", h, weights.qkv, qkv),
         Launch(
@@ -264,24 +372,32 @@ def mla(
         ),
         attend(f"{name}.attention", query, cache, mixed, window, config, b),
         gemm(f"{name}.values", mixed, weights.values, o),
-        *project(f"{name}.o", o.reshape(rows, heads * v), weights.o, delta, attention=delta),
+        *gathering,
+        *project_whole(f"{name}.o", every, weights.o, delta, b, group, attention=delta),
     ]  # fmt: skip
     return launches, delta
 
 
-def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers) -> list[Launch]:
+def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers, group: Any = None) -> list[Launch]:
     """Launches from h [rows, hidden] to delta [down.parts, rows, hidden]."""
-    rows, inner = h.shape[0], weights.down.k
+    rows, inner = h.shape[0], weights.gate_up.n // 2
     gate_up = b.view("gate_up", weights.gate_up.parts, rows, weights.gate_up.n)
     activated = b.activations("activated", rows, inner)
+    every, gathering = activated, []
+    if weights.gate_up.ranks is not None:
+        every = b.activations("every_activated", rows, weights.down.k)
+        gathering = gathered(f"{name}.swiglu", activated, every, b, group)
     return [
         *project(f"{name}.gate_up", h, weights.gate_up, gate_up),
         Launch(f"{name}.swiglu", _call(swiglu, gate_up, y=activated)),
-        *project(f"{name}.down", activated, weights.down, delta),
+        *gathering,
+        *project_whole(f"{name}.down", every, weights.down, delta, b, group),
     ]
 
 
-def moe(name: str, h: Any, weights: Moe, window: Window, b: Buffers) -> tuple[list[Launch], Any]:
+def moe(
+    name: str, h: Any, weights: Moe, window: Window, b: Buffers, group: Any = None
+) -> tuple[list[Launch], Any]:
     """Launches from h [rows, hidden] to delta [parts, rows, hidden]: routed experts, then the
     shared expert's parts."""
     rows, hidden = h.shape
@@ -300,10 +416,10 @@ def moe(name: str, h: Any, weights: Moe, window: Window, b: Buffers) -> tuple[li
             ),
             {"router_index": experts, "router_weight": shares},
         ),
-        *routed_experts(f"{name}.experts", h, experts, shares, weights, delta[0], b),
+        *routed_experts(f"{name}.experts", h, experts, shares, weights, delta[0], b, group),
     ]  # fmt: skip
     if weights.shared:
-        launches += mlp(f"{name}.shared", h, weights.shared, delta[1:], b)
+        launches += mlp(f"{name}.shared", h, weights.shared, delta[1:], b, group)
     return launches, delta
 
 
@@ -317,6 +433,7 @@ def decoder_layer(
     window: Window,
     config: Config,
     b: Buffers,
+    group: Any = None,
 ) -> list[Launch]:
     """From h = norm of x by this layer's input norm to x after the layer and h by `next_norm`."""
 
@@ -324,14 +441,14 @@ def decoder_layer(
         call = _call(add_rms_norm, delta, norm, eps=config["rms_norm_eps"], x=x, y=h)
         return Launch(f"{name}.{what}", call, shows)
 
-    launches, delta = mla(f"{name}.mla", h, weights.attention, cache, window, config, b)
+    launches, delta = mla(f"{name}.mla", h, weights.attention, cache, window, config, b, group)
     launches.append(add("add_attention", delta, weights.post_norm))
     if weights.moe:
-        block, delta = moe(f"{name}.moe", h, weights.moe, window, b)
+        block, delta = moe(f"{name}.moe", h, weights.moe, window, b, group)
     else:
         assert weights.mlp is not None  # a layer has the one or the other
-        delta = b.view("delta", weights.mlp.down.parts, window.rows, weights.mlp.down.n)
-        block = mlp(f"{name}.mlp", h, weights.mlp, delta, b)
+        delta = b.view("delta", weights.mlp.down.parts, window.rows, weights.mlp.down.whole_n)
+        block = mlp(f"{name}.mlp", h, weights.mlp, delta, b, group)
     block[-1].shows["mlp"] = delta
     return [*launches, *block, add("add_mlp", delta, next_norm, hidden=x)]
 

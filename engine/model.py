@@ -72,6 +72,7 @@ class Plan:
     status: Any  # int32 [sites, rows], 0 where all is well
     sites: list[str]  # names of the launches that set a status
     launches: list[Launch]
+    direct: bool = False  # never as a graph
     starts: list[int] = field(default_factory=list)  # first row of each request, of the last pass
     _graph: Any = field(default=None, repr=False)
 
@@ -84,7 +85,7 @@ class Plan:
     ) -> None:
         """Queue the pass on `stream` (None: the default one). With `record`, launch by launch, some
         of them if `launches` says so, and append to record[name] a host copy of what each shows."""
-        if record is not None or SIMULATED:
+        if record is not None or SIMULATED or self.direct:
             for launch in self.launches[launches]:
                 launch.call(stream=stream)
                 if record is not None:
@@ -130,8 +131,11 @@ class Model:
         positions: int | None = None,
         page_size: int = 16,
         pages: int | None = None,
+        group: Any = None,
     ):
         """weights: a bundle's tensors by name, in host or device memory, or prepared.
+        group: this rank of several, see engine/parallel.py; all ranks do the same passes, and have
+        the same results.
 
         rows: most nodes of a pass, all requests together. positions: longest prefix and window of a
         request (default: what the config allows, at most 8192). pages: of the cache (default:
@@ -142,7 +146,8 @@ class Model:
         self.rows, self.requests, self.words = rows, requests, cdiv(rows, 32)
         max_pages = cdiv(positions, page_size)
         if not isinstance(weights, Prepared):
-            weights = prepare(weights, config)
+            weights = prepare(weights, config, group=group)
+        self.group = group
         self.weights, self.act = weights, weights.act
         self.layers = weights.layers
         self.cos, self.sin = (to_device(t) for t in rope_tables(config, positions))
@@ -275,10 +280,11 @@ class Model:
         ]  # fmt: skip
         for i, layer in enumerate(self.layers):
             launches += layers.decoder_layer(
-                f"layer{i}", x, h, layer, norms[i + 1], self.cache.layer(i), window, config, b
-            )
+                f"layer{i}", x, h, layer, norms[i + 1], self.cache.layer(i), window, config, b,
+                self.group,
+            )  # fmt: skip
         launches += [
-            layers.gemm("head", h, self.weights.head, logits, logits=logits),
+            *self._head(h, logits),
             Launch(
                 "argmax",
                 partial(
@@ -291,7 +297,20 @@ class Model:
         ]  # fmt: skip
         if len(sites) < count:  # dense layers have no router
             status = status[: len(sites)]
-        return Plan(window, tokens, x, logits, token, status, sites, launches)
+        direct = self.group is not None and not self.group.captured
+        return Plan(window, tokens, x, logits, token, status, sites, launches, direct=direct)
+
+    def _head(self, h: Any, logits: Any) -> list[Launch]:
+        head, b = self.weights.head, self._buffers
+        if head.shape[0] == self.config["vocab_size"]:
+            return [layers.gemm("head", h, head, logits, logits=logits)]
+        part = b.view("projected", h.shape[0], head.shape[0])
+        launches = [
+            layers.gemm("head", h, head, part),
+            *layers.gathered("head", part, logits, b, self.group),
+        ]
+        launches[-1].shows["logits"] = logits
+        return launches
 
 
 # -- rotary position ---------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def ready(
     trees: Sequence[Tree],
     prefixes: Sequence[np.ndarray],
     page_size: int,
+    group: Any = None,
 ) -> Model:
     """A model whose requests have these prefixes, ready for these windows."""
     totals = [len(t.tokens) + p.shape[1] for t, p in zip(trees, prefixes, strict=True)]
@@ -53,6 +54,7 @@ def ready(
         requests=len(trees),
         positions=max(totals),
         page_size=page_size,
+        group=group,
     )
     _scatter(model.cache, totals)
     for request, prefix in enumerate(prefixes):
@@ -132,20 +134,48 @@ def run_layer(
     outputs: Mapping[str, Any],
 ) -> None:
     """`layer_output` for the one layer of `weights`; outputs: y, latent, attention, mlp."""
-    parents, prefix = to_host(parents), to_host(prefix)
+    made = layer_values(weights, config, to_host(x), to_host(parents), to_host(prefix), page_size)
+    for name, array in outputs.items():
+        copy_to_device(made[name], array)
+
+
+def layer_values(
+    weights: Prepared,
+    config: Config,
+    x: np.ndarray,
+    parents: np.ndarray,
+    prefix: np.ndarray,
+    page_size: int,
+    group: Any = None,
+) -> dict[str, np.ndarray]:
+    """y, latent, attention and mlp of `layer_output` as host arrays; of a rank with `group`."""
     tree = Tree([0] * len(parents), parents.tolist())
-    model = ready(weights, config, [tree], [prefix[None]], page_size)
+    model = ready(weights, config, [tree], [prefix[None]], page_size, group)
     plan = model.prepare([tree])
-    start = [launch.name for launch in plan.launches].index("slot_mapping")
-    copy_to_device(to_host(x), plan.x)
+    names = [launch.name for launch in plan.launches]
+    copy_to_device(x, plan.x)
     record: dict[str, list] = {}
-    plan.run(record=record, launches=slice(start, -2))  # the head and argmax are not the layer's
+    layer = slice(names.index("slot_mapping"), names.index("head"))
+    plan.run(record=record, launches=layer)
     plan.check()
-    copy_to_device(to_host(plan.x), outputs["y"])
     slots = model.cache.slots(0, len(prefix) + len(parents))[len(prefix) :]
-    copy_to_device(to_host(model.cache.layer(0))[slots], outputs["latent"])
-    for name in ("attention", "mlp"):
-        copy_to_device(_summed(record[name][0]), outputs[name])
+    made = {"y": to_host(plan.x), "latent": to_host(model.cache.layer(0))[slots]}
+    return made | {name: _summed(record[name][0]) for name in ("attention", "mlp")}
+
+
+def layer_of_rank(
+    group: Any,
+    weights: Mapping[str, Any],
+    config: Config,
+    layer: int,
+    x: np.ndarray,
+    parents: np.ndarray,
+    prefix: np.ndarray,
+    page_size: int,
+) -> dict[str, np.ndarray]:
+    """`layer_values` of one layer of a bundle's tensors, for a rank."""
+    prepared = prepare(weights, config, only=[layer], group=group)
+    return layer_values(prepared, config, x, parents, prefix, page_size, group)
 
 
 def greedy_tokens(

@@ -3,6 +3,9 @@
 Choices are added one by one as listed (the router lists ascending experts), each a fused
 multiply-add, so a row's bits depend on its own choices alone. A choice outside [0, count) adds
 nothing, and what its part holds is not read. One thread makes four elements.
+
+Where experts are split over ranks, parts come from all of them: `moe_combine_ranks` reads each from
+the rank that owns its expert, in the same order, so the bits are those of one rank.
 """
 
 from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, u32, u64
@@ -23,10 +26,12 @@ WIDTH = 4  # elements of a thread, 16 bytes
 
 @kernel(threads=THREADS, registers=40, dependent_launch=True)
 def _moe_combine(
-    parts: ptr[f32],  # [rows * top_k, hidden]
+    parts: ptr[f32],  # [ranks, slots, hidden]
     experts: ptr[i32],  # [rows, top_k]
     expert_weights: ptr[f32],  # [rows, top_k]
     count: u32,  # of experts
+    share: u32,  # of experts, a rank
+    slots: u32,
     top_k: u32,
     hidden: u32,
     y: ptr[f32],  # [rows, hidden], out
@@ -43,9 +48,11 @@ def _moe_combine(
         slot = u32(row * top_k)
         end = u32(slot + top_k)
         while slot < end:
-            if u32(experts[slot]) < count:
+            expert = u32(experts[slot])
+            if expert < count:
                 weight = expert_weights[slot]
-                part = load_global_v4(address(parts, u64(u64(slot) * u64(hidden) + u64(column))))
+                source = u64(u64(u32(expert // share)) * u64(slots) + u64(slot))
+                part = load_global_v4(address(parts, u64(source * u64(hidden) + u64(column))))
                 a = fma(weight, bits_to_f32(part[0]), a)
                 b = fma(weight, bits_to_f32(part[1]), b)
                 c = fma(weight, bits_to_f32(part[2]), c)
@@ -71,14 +78,42 @@ def moe_combine(parts, experts, expert_weights, *, count: int, y, stream=None) -
         expert_weights=(expert_weights, "rows top_k", "float32"),
         y=(y, "rows hidden", "float32"),
     )
-    rows, top_k, hidden = dims["rows"], dims["top_k"], dims["hidden"]
-    if dims["slots"] != rows * top_k:
+    if dims["slots"] != dims["rows"] * dims["top_k"]:
         raise ValueError(
-            f"moe_combine: parts has {dims['slots']} rows, expected {rows} x {top_k} of experts"
+            f"moe_combine: parts has {dims['slots']} rows, expected {dims['rows']} x "
+            f"{dims['top_k']} of experts"
         )
+    _launch("moe_combine", parts, experts, expert_weights, count, count, dims, y, stream)
+
+
+def moe_combine_ranks(parts, experts, expert_weights, *, count: int, y, stream=None) -> None:
+    """`moe_combine` of parts [ranks, slots, hidden] fp32, slots >= rows * top_k. Rank r owns the
+    r-th of equal ranges of the `count` experts; the other parts of its slots are not read.
+    """
+    dims = check(
+        "moe_combine_ranks",
+        parts=(parts, "ranks slots hidden", "float32"),
+        experts=(experts, "rows top_k", "int32"),
+        expert_weights=(expert_weights, "rows top_k", "float32"),
+        y=(y, "rows hidden", "float32"),
+    )
+    ranks = dims["ranks"]
+    if dims["slots"] < dims["rows"] * dims["top_k"] or not ranks or count % ranks:
+        raise ValueError(
+            f"moe_combine_ranks: parts is {tuple(parts.shape)} for {count} experts and "
+            f"{dims['rows']} x {dims['top_k']} choices"
+        )
+    _launch(
+        "moe_combine_ranks", parts, experts, expert_weights, count, count // ranks, dims, y, stream
+    )
+
+
+def _launch(op, parts, experts, expert_weights, count, share, dims, y, stream) -> None:
+    rows, top_k, hidden = dims["rows"], dims["top_k"], dims["hidden"]
     if hidden % WIDTH:
-        raise NotImplementedError(f"moe_combine: hidden {hidden} must be a multiple of {WIDTH}")
+        raise NotImplementedError(f"{op}: hidden {hidden} must be a multiple of {WIDTH}")
     _moe_combine.launch(
         (cdiv(hidden, WIDTH * THREADS), rows),
-        parts, experts, expert_weights, count, top_k, hidden, y, stream=stream,
+        parts, experts, expert_weights, count, share, dims["slots"], top_k, hidden, y,
+        stream=stream,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import math
 
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32, u64
 from engine.kernels.moe_combine import moe_combine
-from engine.kernels.moe_route import max_blocks, moe_route
+from engine.kernels.moe_route import max_blocks, route_share
 from engine.ptx import (
     address,
     fma_dot4,
@@ -129,13 +129,34 @@ def moe_f32(
         x=(x, "rows hidden", "float32"),
         experts=(experts, "rows top_k", "int32"),
         expert_weights=(expert_weights, "rows top_k", "float32"),
+        parts=(parts, "slots hidden", "float32"),
+        y=(y, "rows hidden", "float32"),
+    )
+    count = gate_up.shape[0]
+    if dims["top_k"] > count:
+        raise ValueError(f"moe_f32: top {dims['top_k']} of {count} experts")
+    moe_f32_share(
+        x, experts, gate_up, down, first=0, block_expert=block_expert, block_slot=block_slot,
+        activated=activated, parts=parts, stream=stream,
+    )  # fmt: skip
+    moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)
+
+
+def moe_f32_share(
+    x, experts, gate_up, down, *, first: int, block_expert, block_slot, activated, parts,
+    stream=None,
+) -> None:  # fmt: skip
+    """engine.kernels.moe_w4a16.moe_w4a16_share for fp32 weights."""
+    dims = check(
+        "moe_f32_share",
+        x=(x, "rows hidden", "float32"),
+        experts=(experts, "rows top_k", "int32"),
         gate_up=(gate_up, "count gate_up_rows hidden", "float32"),
         down=(down, "count hidden inner", "float32"),
         block_expert=(block_expert, "blocks", "int32"),
         block_slot=(block_slot, f"blocks {WIDTH}", "int32"),
         activated=(activated, "slots inner", "float32"),
         parts=(parts, "slots hidden", "float32"),
-        y=(y, "rows hidden", "float32"),
     )
     rows, top_k, count = dims["rows"], dims["top_k"], dims["count"]
     hidden, inner, blocks = dims["hidden"], dims["inner"], dims["blocks"]
@@ -146,9 +167,9 @@ def moe_f32(
         )
     if hidden % 4 or inner % 4:
         raise NotImplementedError(f"moe_f32: hidden {hidden} and inner {inner}, not multiples of 4")
-    moe_route(
-        experts, count=count, width=WIDTH,
-        block_expert=block_expert, block_slot=block_slot, stream=stream,
+    route_share(
+        experts, None, first=first, count=count, width=WIDTH,
+        block_expert=block_expert, block_slot=block_slot, x_permuted=None, stream=stream,
     )  # fmt: skip
     _moe_f32(swiglu=True).launch(
         (cdiv(inner, WARPS), blocks),
@@ -158,4 +179,3 @@ def moe_f32(
         (cdiv(hidden, WARPS), blocks),
         activated, block_expert, block_slot, down, 1, hidden, inner, parts, stream=stream,
     )  # fmt: skip
-    moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)

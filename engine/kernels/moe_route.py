@@ -8,6 +8,7 @@ What is not used says -1: the rest of an expert's last block, and the blocks beh
 One thread block does it all: for every expert a bit mask of its rows in shared memory (an OR in any
 order is the same mask), counts by popc, a prefix sum over the experts, and a slot's place is the
 number of mask bits below its row. An expert id outside [0, count) marks a slot that goes nowhere.
+A rank that owns some of the experts alone counts from its first.
 `moe_prepare` copies the activations into the order of engine/int4.py too, in further blocks.
 """
 
@@ -33,6 +34,7 @@ def _moe_route(
     experts: ptr[i32],  # [rows, top_k]
     rows: u32,
     top_k: u32,
+    first: u32,  # expert that is number 0 here
     count: u32,  # of experts
     blocks: u32,
     width: u32,
@@ -62,7 +64,7 @@ def _moe_route(
         slots = u32(rows * top_k)
         i = thread
         while i < slots:
-            expert = u32(experts[i])
+            expert = u32(u32(experts[i]) - first)
             if expert < count:
                 row = u32(i // top_k)
                 word = u32(u32(expert * u32(WORDS)) + u32(row >> u32(5)))
@@ -111,7 +113,7 @@ def _moe_route(
         cuda.syncthreads()
         i = thread
         while i < slots:
-            expert = u32(experts[i])
+            expert = u32(u32(experts[i]) - first)
             if expert < count:
                 row = u32(i // top_k)
                 word = u32(expert * u32(WORDS))
@@ -174,15 +176,38 @@ def moe_prepare(
     )  # fmt: skip
 
 
+def route_share(
+    experts, x, *, first: int, count: int, width: int, block_expert, block_slot, x_permuted,
+    stream=None,
+) -> None:  # fmt: skip
+    """`moe_prepare`, or without x and x_permuted (None) `moe_route`, for the `count` experts from
+    `first` on: those are numbered from 0 in block_expert, slots of others go nowhere."""
+    dims = check(
+        "route_share",
+        experts=(experts, "rows top_k", "int32"),
+        block_expert=(block_expert, "blocks", "int32"),
+        block_slot=(block_slot, f"blocks {width}", "int32"),
+    )
+    groups = 0
+    if x is not None:
+        groups = check("route_share", x=(x, "rows hidden", "bfloat16"))["hidden"] // GROUP
+        check("route_share", x_permuted=(x_permuted, f"rows {padded(groups * GROUP)}", "bfloat16"))
+    _launch(
+        "route_share", experts, count, width, block_expert, block_slot, x, groups, x_permuted, dims,
+        stream, first,
+    )  # fmt: skip
+
+
 def _launch(
-    op, experts, count, width, block_expert, block_slot, x, groups, x_permuted, dims, stream
-):
+    op, experts, count, width, block_expert, block_slot, x, groups, x_permuted, dims, stream,
+    first=None,
+):  # fmt: skip
     rows, top_k, blocks = (dims[n] for n in ("rows", "top_k", "blocks"))
     if rows > MAX_ROWS or not 1 <= count <= MAX_EXPERTS:
         raise NotImplementedError(
             f"{op}: {rows} rows and {count} experts, at most {MAX_ROWS} and {MAX_EXPERTS}"
         )
-    if top_k > count or blocks != max_blocks(rows, top_k, count, width):
+    if (first is None and top_k > count) or blocks != max_blocks(rows, top_k, count, width):
         raise ValueError(
             f"{op}: {rows} rows x top {top_k} of {count} experts take "
             f"{max_blocks(rows, top_k, count, width)} blocks of {width}, got {blocks}"
@@ -190,6 +215,6 @@ def _launch(
     copies = cdiv(rows * padded(groups * GROUP) // 8, THREADS)
     _moe_route.launch(
         1 + copies,
-        experts, rows, top_k, count, blocks, width, block_expert, block_slot, x, groups, x_permuted,
-        stream=stream,
+        experts, rows, top_k, first or 0, count, blocks, width, block_expert, block_slot, x, groups,
+        x_permuted, stream=stream,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 expert(h) = W_down act(silu(W_gate h) * (W_up h)), W = RN_bf16(q s), fp32 accumulation, act = bf16.
 Four launches, sized by shapes alone, so that a CUDA graph can hold them:
 
-1. moe_prepare: slots (row, choice) grouped by expert into blocks, activations permuted;
+1. route_share: slots (row, choice) grouped by expert into blocks, activations permuted;
 2. gate_up: a block of slots times 16 rows of gate and the same 16 of up; SwiGLU on the fp32 sums,
    rounded once to bf16, stored in the order that the next GEMM reads;
 3. down: a block of slots times 32 rows; fp32, one row a slot;
@@ -33,7 +33,7 @@ from engine.device import (
 )
 from engine.int4 import FRAGMENT, GROUP, add_slices, keep_slice, multiply_rows, padded, place_in_row
 from engine.kernels.moe_combine import moe_combine
-from engine.kernels.moe_route import max_blocks, moe_prepare
+from engine.kernels.moe_route import max_blocks, route_share
 from engine.ptx import (
     address,
     f32_to_bf16,
@@ -284,6 +284,44 @@ def moe_w4a16(
         x=(x, "rows hidden", "bfloat16"),
         experts=(experts, "rows top_k", "int32"),
         expert_weights=(expert_weights, "rows top_k", "float32"),
+        parts=(parts, "slots hidden", "float32"),
+        y=(y, "rows hidden", "float32"),
+    )
+    count = gate_up_qw.shape[0]
+    if dims["top_k"] > count:
+        raise ValueError(f"moe_w4a16: top {dims['top_k']} of {count} experts")
+    moe_w4a16_share(
+        x, experts, gate_up_qw, gate_up_sc, down_qw, down_sc, first=0, block_expert=block_expert,
+        block_slot=block_slot, x_permuted=x_permuted, activated=activated, parts=parts,
+        stream=stream,
+    )  # fmt: skip
+    moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)
+
+
+def moe_w4a16_share(
+    x,
+    experts,
+    gate_up_qw,
+    gate_up_sc,
+    down_qw,
+    down_sc,
+    *,
+    first: int,
+    block_expert,
+    block_slot,
+    x_permuted,
+    activated,
+    parts,
+    stream=None,
+) -> None:
+    """What each expert makes of its rows, for a rank that has the `count` experts from `first` on:
+    all of `moe_w4a16` but the weighted sum. parts [rows * top_k, hidden] fp32: only the slots of
+    these experts are written. Ids in `experts` are those of the whole model.
+    """
+    dims = check(
+        "moe_w4a16_share",
+        x=(x, "rows hidden", "bfloat16"),
+        experts=(experts, "rows top_k", "int32"),
         gate_up_qw=(gate_up_qw, "count gate_up_rows hidden_words", "int32"),
         gate_up_sc=(gate_up_sc, "count gate_up_rows hidden_groups", "bfloat16"),
         down_qw=(down_qw, "count hidden inner_words", "int32"),
@@ -293,7 +331,6 @@ def moe_w4a16(
         x_permuted=(x_permuted, "rows hidden_padded", "bfloat16"),
         activated=(activated, "slots inner_padded", "bfloat16"),
         parts=(parts, "slots hidden", "float32"),
-        y=(y, "rows hidden", "float32"),
     )
     rows, top_k, count, hidden = (dims[n] for n in ("rows", "top_k", "count", "hidden"))
     inner, width = dims["gate_up_rows"] // 2, dims["width"]
@@ -315,8 +352,8 @@ def moe_w4a16(
         )
     if width not in WIDTHS:
         raise ValueError(f"moe_w4a16: block_slot is {width} wide, expected 8 or 16")
-    moe_prepare(
-        experts, x, count=count, width=width,
+    route_share(
+        experts, x, first=first, count=count, width=width,
         block_expert=block_expert, block_slot=block_slot, x_permuted=x_permuted, stream=stream,
     )  # fmt: skip
     blocks, columns, tiles = dims["blocks"], width // 8, 2
@@ -329,4 +366,3 @@ def moe_w4a16(
         (hidden // (16 * tiles), blocks),
         activated, block_expert, block_slot, down_qw, down_sc, hidden, parts, stream=stream,
     )  # fmt: skip
-    moe_combine(parts, experts, expert_weights, count=count, y=y, stream=stream)

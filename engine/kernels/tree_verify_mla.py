@@ -664,13 +664,37 @@ def tree_verify_mla(
     stats,
     stream=None,
 ) -> None:
+    """`tree_verify_mla_heads` of all of a model's heads."""
+    tree_verify_mla_heads(
+        q, cache, page_table, row_start, prefix_len, ancestors, scale=scale, page_size=page_size,
+        of_heads=q.shape[1], o=o, partial=partial, stats=stats, stream=stream,
+    )  # fmt: skip
+
+
+def tree_verify_mla_heads(
+    q,
+    cache,
+    page_table,
+    row_start,
+    prefix_len,
+    ancestors,
+    *,
+    scale: float,
+    page_size: int,
+    of_heads: int,
+    o,
+    partial,
+    stats,
+    stream=None,
+) -> None:
     """q [rows, heads, rank + rope], cache [slots, rank + rope] (one layer), o [rows, heads, rank],
     all bf16 or all fp32; page_table [requests, max_pages], row_start [requests + 1] ascending from
     0, prefix_len [requests] int32; ancestors [rows, words] uint32: bit j of a node's row is set if
     j is the node or an ancestor of it, bits above the node's own are ignored. page_size is a power
     of two. Scratch in fp32: partial [rows, MAX_SPLITS, heads, rank], stats [.., heads, 2].
 
-    Up to 64 heads, (rank, rope) of (512, 64), (128, 32) or (64, 16) in bf16.
+    The heads may be some of a model's `of_heads`: the bits are those of all of them together.
+    Up to 64 of_heads, (rank, rope) of (512, 64), (128, 32) or (64, 16) in bf16.
     """
     act = str(q.dtype)
     dims = check(
@@ -709,12 +733,15 @@ def tree_verify_mla(
             rank, width, partial, stats, stream=stream,
         )  # fmt: skip
     else:
-        if heads > 64 or (rank, width - rank) not in ((512, 64), (128, 32), (64, 16)):
+        widths = (rank, width - rank)
+        if not heads <= of_heads <= 64 or widths not in ((512, 64), (128, 32), (64, 16)):
             raise NotImplementedError(
-                f"tree_verify_mla: {heads} heads, rank {rank}, rope {width - rank} in bfloat16"
+                f"tree_verify_mla: {heads} of {of_heads} heads, rank {rank}, rope {width - rank} "
+                "in bfloat16"
             )
-        variant = {"heads_tile": 16 if heads <= 16 else 32 if heads <= 32 else 64}
-        if heads > 32 and rank == 512 and _has_wgmma():
+        # Nothing says that wgmma adds up as mma.sync does, so the model's heads decide.
+        variant = {"heads_tile": 16 if of_heads <= 16 else 32 if of_heads <= 32 else 64}
+        if of_heads > 32 and rank == 512 and _has_wgmma():
             variant["wgmma"] = True
         _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank).launch(
             (dims["rows"], splits), q, cache, page_table, row_start, prefix_len, ancestors,
