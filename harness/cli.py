@@ -20,7 +20,7 @@ import typer
 # its own command away and no other.
 ELSEWHERE = (
     ("bench", "harness.bench:app", "Time cases with bench = true against floor and baseline."),
-    ("mutate", "harness.mutate:app", "Plant faults in kernels and see that the specs catch them."),
+    ("mutate", "harness.cli_mutate:app", "Plant faults in kernels: the specs must catch them."),
     ("bundle", "harness.cli_bundle:app", "Make, look into and check .kdtr bundles."),
     ("import", "harness.cli_bundle:app", "Make a bundle of a public checkpoint."),
     ("quant", "harness.cli_bundle:app", "Choose a 4-bit scheme on evidence."),

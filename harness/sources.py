@@ -50,7 +50,7 @@ def _closure(modules: list[str]) -> list[Path]:
         seen.add(name)
         if "." in name:
             queue.append(name.rpartition(".")[0])
-        path = _file(name)
+        path = file_of(name)
         if path is not None and path not in found:
             found.add(path)
             queue += _imports(path, name, path.stat().st_mtime_ns)
@@ -58,7 +58,7 @@ def _closure(modules: list[str]) -> list[Path]:
     return sorted(found)
 
 
-def _file(name: str) -> Path | None:
+def file_of(name: str) -> Path | None:
     """The source of a dotted name, or None where it is not a module (an attribute, a C module)."""
     top, *rest = name.split(".")
     try:

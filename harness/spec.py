@@ -120,6 +120,7 @@ class Mutant:
     find: str
     replace: str
     equivalent: str | None = None
+    module: str | None = None  # dotted name; None: the kernel's, in stage golden the oracle's
 
 
 @dataclass(frozen=True)
@@ -396,7 +397,7 @@ class _Reader:
             key = f"mutants[{i}]"
             if not isinstance(table, dict):
                 raise self.error(key, "a table", table)
-            self.known(key, table, ("name", "find", "replace", "equivalent"))
+            self.known(key, table, ("name", "find", "replace", "equivalent", "module"))
             for entry in ("name", "find", "replace"):
                 if not isinstance(table.get(entry), str) or (
                     entry != "replace" and not table[entry]
@@ -405,6 +406,11 @@ class _Reader:
             reason = table.get("equivalent")
             if reason is not None and (not isinstance(reason, str) or not reason):
                 raise self.error(f"{key}.equivalent", "the reason why it changes nothing", reason)
+            module = table.get("module")
+            if module is not None:
+                if not isinstance(module, str) or not re.fullmatch(r"[\w.]+", module):
+                    raise self.error(f"{key}.module", "the dotted name of a module", module)
+                self.module_exists(f"{key}.module", module)
             mutants.append(Mutant(**table))
         names = [m.name for m in mutants]
         for name in names:

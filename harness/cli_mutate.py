@@ -1,0 +1,85 @@
+"""The command `kdtr mutate`: kill certificates, made and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli import Device, fail, say
+
+app = typer.Typer()
+
+
+@app.command()
+def mutate(
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
+    ] = None,
+    device: Annotated[
+        Device,
+        typer.Option(
+            "--device",
+            metavar="sim|cuda",
+            help="sim makes certificates; cuda judges their mutants again on a GPU.",
+        ),
+    ] = Device.sim,
+    workers: Annotated[
+        str, typer.Option("-n", metavar="N", help="Processes. auto: one a core, on a GPU one.")
+    ] = "auto",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing: certificates must be fresh and their mutants dead."
+        ),
+    ] = False,
+    part: Annotated[
+        float, typer.Option(metavar="SHARE", help="Check this share of the mutants, 0 to 1.")
+    ] = 1.0,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only specs whose certificate is missing or stale.")
+    ] = False,
+) -> None:
+    """Plant faults in kernels: the specs must catch them.
+
+    Each spec gets a certificate, ci/certificates/NAME.json. Exit 1 if a spec is VACUOUS: a mutant
+    survives and nobody says why, none was killed, or one that was dead lives again.
+    """
+    from harness import devices, mutate, stages
+
+    root = Path.cwd()
+    if workers != "auto" and not (workers.isdigit() and int(workers)):
+        fail(f"-n takes a number from 1 or auto, got {workers!r}")
+    if not 0 <= part <= 1:
+        fail(f"--part takes a share from 0 to 1, got {part}")
+    try:
+        loaded = stages.load_specs(root)
+        asked = stages.select(loaded, devices.Choice("sim", (), ""), names=spec or ())
+        choice = devices.choose(device.value)
+    except (LookupError, ValueError, devices.DeviceError) as error:
+        fail(error)
+    if asked.broken:
+        fail("\n".join(str(error) for error in asked.broken), 1)
+    chosen = list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
+    chosen.sort(key=lambda s: s.id)
+    if stale:
+        chosen = [s for s in chosen if mutate.is_stale(root, s)]
+    count = int(workers) if workers != "auto" else devices.cores() if not choice.gpus else 1
+    on_gpu = choice.device == "cuda"
+    try:
+        if check or on_gpu:
+            problems = mutate.check(
+                root, chosen, workers=count, device=choice.device, part=part, say=say
+            )
+            bad = len({problem.partition(": ")[0] for problem in problems})
+        else:
+            made = mutate.examine(root, chosen, workers=count, say=say)
+            bad = sum(c["verdict"] != mutate.CERTIFIED for c in made)
+    except (LookupError, OSError, RuntimeError) as error:
+        fail(error, 1)
+    say(mutate.total(mutate.summary(root, chosen)))
+    if bad:
+        say(f"{bad} of {len(chosen)} specs fail")
+    raise typer.Exit(1 if bad else 0)
