@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from goldens import dflash
 from goldens.forward import greedy
 from goldens.model import Weights
 from goldens.numerics import BF16, Stream, pack_int4, quantise, round_to
 
 NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_sample")
 MICRO = "micro-fp32"  # two dense layers: small enough to decode in the simulator, and only for that
+DRAFTED = "-dflash"  # a target and its drafter: tiny-int4-dflash is tiny-int4 and more tensors
 PINNED = Path(__file__).parent / "pinned"
 STEPS = 32  # golden tokens a prompt
 PROMPT_LENGTHS = (5, 8, 13)
@@ -139,6 +141,31 @@ _SHAPES = {
         "max_position_embeddings": 262144,
     },
 }
+_DRAFTERS = {  # config["drafter"], see goldens.dflash
+    "tiny": {"num_attention_heads": 4, "head_dim": 32, "intermediate_size": 256},
+    "tiny2": {"num_attention_heads": 6, "head_dim": 32, "intermediate_size": 192},
+    "micro": {
+        "block_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+    },
+    "k26": {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 18432,
+    },
+}
+_TAPS = {  # one further in each is a layer too, so that an index off by one is no error but wrong
+    "tiny": (0, 2),
+    "tiny2": (1, 4),
+    "micro": (0,),
+    "k26": (1, 12, 24, 35, 47, 58),
+}
 _QUANTISED = {  # suffix of a bundle's name -> matrices that are INT4
     "fp32": re.compile(r"(?!)"),
     "int4": re.compile(r".*\.mlp\.(experts\.\d+\.|shared_experts\.|)(gate|up|down)_proj"),
@@ -152,11 +179,21 @@ def config(name: str) -> dict[str, Any]:
         return public_config(PINNED)
     shape, _ = _split(name)
     made = {**_COMMON, **_SHAPES[shape]}
-    return {
-        **made,
-        "num_key_value_heads": made["num_attention_heads"],
-        "rope_scaling": dict(_ROPE_SCALING),
-    }
+    made["num_key_value_heads"] = made["num_attention_heads"]
+    made["rope_scaling"] = dict(_ROPE_SCALING)
+    if name.endswith(DRAFTED):
+        made["drafter"] = {
+            "block_size": 8,
+            "mask_token_id": made["vocab_size"] - 2,
+            "target_layer_ids": list(_TAPS[shape]),
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": made["rms_norm_eps"],
+            "rope_theta": made["rope_theta"],
+            "rope_scaling": dict(_ROPE_SCALING),
+            **_DRAFTERS[shape],
+        }
+    return made
 
 
 def shape_of(name: str) -> str:
@@ -166,6 +203,7 @@ def shape_of(name: str) -> str:
 
 def _split(name: str) -> tuple[str, str]:
     """Shape and rule of quantisation: tiny-int4 -> tiny, int4."""
+    name = name.removesuffix(DRAFTED)
     if name not in (*NAMES, MICRO, *_SHAPES):
         raise KeyError(f"no bundle {name!r}; there are {', '.join(NAMES)}")
     shape, _, rule = name.replace("_k26", "-k26").partition("-")
@@ -273,6 +311,8 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     if name == "k26_sample":
         return public_tensors(PINNED)
     shape_name, rule = _split(name)
+    if name.endswith(DRAFTED):
+        return tensors(name.removesuffix(DRAFTED)) | _drafter(name)
     if name not in (*NAMES, MICRO):
         raise KeyError(f"{name!r} is a shape without weights; bundles are {', '.join(NAMES)}")
     made: dict[str, np.ndarray] = {}
@@ -288,6 +328,24 @@ def tensors(name: str) -> dict[str, np.ndarray]:
             made[tensor] = round_to(value, BF16)
     for value in made.values():
         value.flags.writeable = False
+    return made
+
+
+def _drafter(name: str) -> dict[str, np.ndarray]:
+    """The drafter's bf16 tensors: trained on the FP32 target (goldens/calibrate.py) for tiny and
+    tiny2, noise for micro. The FP32 and the INT4 bundle of a shape share them."""
+    shape = shape_of(name)
+    path = PINNED / f"drafter_{shape}.npz"
+    made = {}
+    if path.exists():
+        with np.load(path) as file:
+            made = {tensor: file[tensor].view(BF16) for tensor in file.files}
+    for tensor, size in dflash.shapes(config(name)):
+        if shape == "micro":
+            bell = Stream("bundles", shape, tensor).bell(size)
+            scale = np.sqrt(0.75 / size[1]) if len(size) == 2 else 0.2
+            made[tensor] = round_to(scale * bell + (len(size) == 1), BF16)
+        made[tensor].flags.writeable = False
     return made
 
 
@@ -333,6 +391,7 @@ def prompts(name: str) -> list[np.ndarray]:
     """Three int32 prompts of 5, 8 and 13 tokens; the FP32 and the INT4 bundle of a shape share
     them. For 64 tokens after each, no honest engine can come out elsewhere (goldens/prompts.py);
     the sample alone makes no such promise."""
+    name = name.removesuffix(DRAFTED)
     if name not in _PROMPTS:
         raise KeyError(f"no bundle {name!r}; there are {', '.join(NAMES)}")
     pairs = zip(_PROMPTS[name], PROMPT_LENGTHS, strict=True)
