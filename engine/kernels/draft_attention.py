@@ -1,0 +1,379 @@
+"""Attention of a drafter's block over its context and itself: grouped queries, no causal mask.
+
+Slot i of request r, a row of q, sees prefix_len[r] context rows in the paged cache and all
+`block_size` rows of its own block. Query head h reads key head h // (heads / groups):
+  s_p = (q . k_p) scale,  o = sum_p exp(s_p - m) v_p / sum_p exp(s_p - m)
+with fp32 accumulators; the probabilities are rounded to bf16 before they meet the values, the
+divisor adds them unrounded. A row of cache and block is k of all key heads, then v of all key
+heads.
+
+Decomposition. The block_size * heads / groups queries that share a key head are the M rows of the
+tensor core: one read of the keys serves 64 of them at the K2.5 drafter's shape. 32 keys are a tile,
+fetched by cp.async while the one before is used. The number of keys alone says how many ranges of
+tiles (at most MAX_SPLITS) there are and where they end; the ranges' (m, l, unnormalised o) go to
+scratch in fp32 and a second kernel folds them in ascending order. So a row's bits follow from its
+query and the ordered keys: never from other requests, pages, or the place of the row in the launch.
+The context is at logical positions 0.., the block behind it; every context position needs a page.
+"""
+
+import math
+
+from engine.device import (
+    cdiv,
+    check,
+    cuda,
+    f32,
+    family,
+    function,
+    i32,
+    kernel,
+    ptr,
+    static_range,
+    u8,
+    u16,
+    u32,
+    u64,
+)
+from engine.ptx import (
+    address,
+    advance,
+    bits_to_f32,
+    cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    exp2,
+    f32_to_bits,
+    fma,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    load_global_u32,
+    load_global_v4,
+    mma_bf16_slice,
+    mma_bf16_tiles,
+    pack_bf16x2,
+    pdl_launch_dependents,
+    pdl_wait,
+    scale_rows,
+    shared_address,
+    store_global_v2,
+    zeros_f32,
+)
+
+TILE = 32  # keys
+KEY_TILES = TILE // 8
+MAX_SPLITS = 16
+SPLIT_TILES = 8  # a range has at least as many tiles, unless it is the only one
+FULL = 0xFFFFFFFF
+NO_MAXIMUM = float("-inf")
+LOG2_E = math.log2(math.e)
+FOLD_THREADS = 256
+
+
+@function
+def _splits_of(tiles):
+    """Ranges that so many tiles are cut into."""
+    return max(u32(1), min(u32(MAX_SPLITS), u32(tiles // u32(SPLIT_TILES))))
+
+
+@family(
+    {"size": 128, "warps": 4},
+    {"size": 32, "warps": 1},
+    {"size": 16, "warps": 1},
+)
+def _draft_attention(*, size: int, warps: int):
+    """size: columns of a head. warps: of a block, 16 queries each; no bit depends on them."""
+    THREADS = 32 * warps
+    UNITS = size // 8  # 16 bytes each
+    SWIZZLE = min(UNITS, 8) - 1
+    ROW_BYTES = 2 * size
+    TILE_BYTES = TILE * ROW_BYTES
+    COPIES = TILE * UNITS // THREADS  # 16-byte copies a thread, of keys and of values
+    VALUE_TILES = size // 8
+    STEPS = size // 16
+    zero_scores, zero_sums = zeros_f32(4 * KEY_TILES), zeros_f32(4 * VALUE_TILES)
+    score = mma_bf16_tiles(1, KEY_TILES)
+    mix = mma_bf16_slice(VALUE_TILES, 2)
+    rescale = scale_rows(VALUE_TILES)
+    wait_for_tile = cp_async_wait(0)
+
+    @kernel(
+        threads=THREADS,
+        registers=255,
+        dynamic_shared=4 * TILE_BYTES,  # keys and values of two tiles
+        dependent_launch=True,
+        sass=("HMMA", "LDSM", "LDGSTS"),
+    )
+    def draft_attention(
+        q: ptr[u16],  # [requests * slots, heads, size]
+        cache: ptr[u16],  # [cache slots, 2, groups, size]
+        block: ptr[u16],  # [requests * slots, 2, groups, size]
+        page_table: ptr[i32],  # [requests, max_pages]
+        prefix_len: ptr[i32],  # [requests]
+        scale: f32,  # times log2 e
+        slots: u32,
+        heads: u32,
+        groups: u32,
+        max_pages: u32,
+        page_size: u32,
+        partial: ptr[f32],  # [requests * slots, MAX_SPLITS, heads, size], out
+        stats: ptr[f32],  # [requests * slots, MAX_SPLITS, heads, 2]: maximum and sum, out
+    ):
+        pdl_launch_dependents()
+        pdl_wait()
+        shared = shared_address(cuda.shared.array(0, u8), u32(0))
+        thread = u32(cuda.threadIdx.x)
+        lane, warp = u32(thread & u32(31)), u32(thread >> u32(5))
+        split = u32(cuda.blockIdx.x)
+        group = u32(u32(cuda.blockIdx.y) % groups)
+        request = u32(u32(cuda.blockIdx.y) // groups)
+        prefix = u32(prefix_len[request])
+        length = u32(prefix + slots)
+        tiles = u32(u32(length + u32(TILE - 1)) // u32(TILE))
+        splits = _splits_of(tiles)
+        if split >= splits:
+            return
+        first = u32(u32(split * tiles) // splits)
+        last = u32(u32(u32(split + u32(1)) * tiles) // splits)
+
+        # Queries: row m of this key head is slot m // shared_by, head m % shared_by of the group.
+        shared_by = u32(heads // groups)
+        count = u32(slots * shared_by)
+        low = u32(u32(u32(u32(cuda.blockIdx.z) * u32(warps)) + warp) * u32(16))
+        low = u32(low + u32(lane >> u32(2)))
+        pair = u32(u32(lane & u32(3)) << u32(1))
+        queries = cuda.local.array(4 * STEPS, u32)
+        for half in static_range(2):
+            m = u32(low + u32(8 * half))
+            inside = m < count
+            m = m if inside else u32(0)
+            row = u32(u32(request * slots) + u32(m // shared_by))
+            head = u32(u32(group * shared_by) + u32(m % shared_by))
+            source = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(size) + u64(pair))
+            for step in static_range(STEPS):
+                for right in static_range(2):
+                    word = load_global_u32(address(q, u64(source + u64(16 * step + 8 * right))))
+                    queries[4 * step + 2 * right + half] = word if inside else u32(0)
+
+        # Fragments of B. Scores: 16 keys x 16 columns; mix, transposed: 16 keys x 16 value columns.
+        k_row = u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) << u32(3)))
+        k_unit = u32(u32(lane >> u32(3)) & u32(1))
+        v_row, v_unit = u32(lane & u32(15)), u32(lane >> u32(4))
+
+        sums = zero_sums()
+        low_max, high_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
+        low_sum, high_sum = f32(0), f32(0)
+        width = u64(u32(groups * u32(2 * size)))
+        turn = first
+        while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
+            wait_for_tile()
+            cuda.syncthreads()
+            if turn < last:
+                place = u32(shared + u32(u32(turn & u32(1)) * u32(2 * TILE_BYTES)))
+                for i in static_range(COPIES):
+                    key = u32(u32(thread + u32(i * THREADS)) // u32(UNITS))
+                    unit = u32(u32(thread + u32(i * THREADS)) % u32(UNITS))
+                    at = u32(u32(turn * u32(TILE)) + key)
+                    taken = u32(16) if at < length else u32(0)
+                    column = u64(u32(u32(group * u32(size)) + u32(unit * u32(8))))
+                    source = address(block, column)
+                    if at < prefix:
+                        page = u32(page_table[u32(u32(request * max_pages) + u32(at // page_size))])
+                        slot = u64(u64(page) * u64(page_size) + u64(u32(at % page_size)))
+                        source = address(cache, u64(u64(slot * width) + column))
+                    elif at < length:
+                        own = u32(u32(request * slots) + u32(at - prefix))
+                        source = address(block, u64(u64(u64(own) * width) + column))
+                    to = u32(u32(unit ^ u32(key & u32(SWIZZLE))) << u32(4))
+                    to = u32(place + u32(u32(key * u32(ROW_BYTES)) + to))
+                    cp_async_16_zfill(to, source, taken)
+                    values = u64(source + u64(width))  # half a row of 2-byte elements
+                    cp_async_16_zfill(u32(to + u32(TILE_BYTES)), values, taken)
+                cp_async_commit()
+            if turn > first:
+                before = u32(turn - u32(1))
+                keys = u32(shared + u32(u32(before & u32(1)) * u32(2 * TILE_BYTES)))
+                scores = zero_scores()
+                for step in static_range(STEPS):
+                    a = (
+                        queries[4 * step],
+                        queries[4 * step + 1],
+                        queries[4 * step + 2],
+                        queries[4 * step + 3],
+                    )
+                    unit = u32(u32(k_unit + u32(2 * step)) ^ u32(k_row & u32(SWIZZLE)))
+                    at = u32(u32(k_row * u32(ROW_BYTES)) + u32(unit << u32(4)))
+                    b = ldmatrix_x4(u32(keys + at))
+                    for j in static_range(1, KEY_TILES // 2):
+                        b = b + ldmatrix_x4(u32(keys + u32(at + u32(16 * j * ROW_BYTES))))
+                    scores = score(scores, a, b)
+                left = u32(length - u32(before * u32(TILE)))  # keys of this tile
+                low_new, high_new = low_max, high_max
+                for j in static_range(KEY_TILES):
+                    for e in static_range(2):
+                        if u32(pair + u32(8 * j + e)) < left:
+                            low_new = max(low_new, scores[4 * j + e])
+                            high_new = max(high_new, scores[4 * j + 2 + e])
+                for step in static_range(2):
+                    low_new = max(low_new, cuda.shfl_xor_sync(FULL, low_new, 1 << step))
+                    high_new = max(high_new, cuda.shfl_xor_sync(FULL, high_new, 1 << step))
+                low_factor = exp2(f32(f32(low_max - low_new) * scale))
+                high_factor = exp2(f32(f32(high_max - high_new) * scale))
+                low_max, high_max = low_new, high_new
+                low_sum, high_sum = f32(low_sum * low_factor), f32(high_sum * high_factor)
+                sums = rescale(sums, low_factor, high_factor)
+                packed = cuda.local.array(2 * KEY_TILES, u32)
+                for j in static_range(KEY_TILES):
+                    seen = u32(pair + u32(8 * j)) < left
+                    seen_next = u32(pair + u32(8 * j + 1)) < left
+                    low_p = exp2(f32(f32(scores[4 * j] - low_max) * scale))
+                    low_q = exp2(f32(f32(scores[4 * j + 1] - low_max) * scale))
+                    high_p = exp2(f32(f32(scores[4 * j + 2] - high_max) * scale))
+                    high_q = exp2(f32(f32(scores[4 * j + 3] - high_max) * scale))
+                    low_p = low_p if seen else f32(0)
+                    low_q = low_q if seen_next else f32(0)
+                    high_p = high_p if seen else f32(0)
+                    high_q = high_q if seen_next else f32(0)
+                    low_sum = f32(low_sum + f32(low_p + low_q))
+                    high_sum = f32(high_sum + f32(high_p + high_q))
+                    packed[2 * j] = pack_bf16x2(low_p, low_q)
+                    packed[2 * j + 1] = pack_bf16x2(high_p, high_q)
+                for step in static_range(TILE // 16):
+                    a = (
+                        packed[4 * step],
+                        packed[4 * step + 1],
+                        packed[4 * step + 2],
+                        packed[4 * step + 3],
+                    )
+                    v_at = u32(u32(v_row + u32(16 * step)) * u32(ROW_BYTES))
+                    v_at = u32(keys + u32(v_at + u32(TILE_BYTES)))
+                    for i in static_range(VALUE_TILES // 2):
+                        unit = u32(u32(v_unit + u32(2 * i)) ^ u32(v_row & u32(SWIZZLE)))
+                        b = ldmatrix_x4_trans(u32(v_at + u32(unit << u32(4))))
+                        sums = mix(i, sums, a, b)
+            turn = u32(turn + u32(1))
+
+        for step in static_range(2):
+            low_sum = f32(low_sum + cuda.shfl_xor_sync(FULL, low_sum, 1 << step))
+            high_sum = f32(high_sum + cuda.shfl_xor_sync(FULL, high_sum, 1 << step))
+        for half in static_range(2):
+            m = u32(low + u32(8 * half))
+            if m < count:
+                row = u32(u32(request * slots) + u32(m // shared_by))
+                head = u32(u32(group * shared_by) + u32(m % shared_by))
+                at = u64(u64(u64(row) * u64(MAX_SPLITS) + u64(split)) * u64(heads) + u64(head))
+                if pair == u32(0):
+                    largest = high_max if half == 1 else low_max
+                    total = high_sum if half == 1 else low_sum
+                    store_global_v2(
+                        address(stats, u64(at * u64(2))), f32_to_bits(largest), f32_to_bits(total)
+                    )
+                into = address(partial, u64(u64(at * u64(size)) + u64(pair)))
+                for j in static_range(VALUE_TILES):
+                    store_global_v2(
+                        u64(into + u64(32 * j)),
+                        f32_to_bits(sums[4 * j + 2 * half]),
+                        f32_to_bits(sums[4 * j + 2 * half + 1]),
+                    )
+
+    return draft_attention
+
+
+@kernel(threads=FOLD_THREADS, registers=64, dependent_launch=True)
+def _draft_fold(
+    partial: ptr[f32],  # [requests * slots, MAX_SPLITS, heads, size]
+    stats: ptr[f32],  # [requests * slots, MAX_SPLITS, heads, 2]
+    prefix_len: ptr[i32],  # [requests]
+    scale: f32,  # times log2 e
+    slots: u32,
+    heads: u32,
+    size: u32,
+    o: ptr[u16],  # [requests * slots, heads, size], out
+):
+    """A thread folds the ranges of four columns of one head, in ascending order."""
+    pdl_launch_dependents()
+    pdl_wait()
+    row = u32(cuda.blockIdx.x)
+    quad = u32(u32(u32(cuda.blockIdx.y) * u32(FOLD_THREADS)) + u32(cuda.threadIdx.x))
+    quads = u32(size >> u32(2))
+    head = u32(quad // quads)
+    if head >= heads:
+        return
+    length = u32(u32(prefix_len[u32(row // slots)]) + slots)
+    splits = _splits_of(u32(u32(length + u32(TILE - 1)) // u32(TILE)))
+    here = u64(u64(u64(row) * u64(MAX_SPLITS)) * u64(heads) + u64(head))
+    its_stats = advance(stats, u64(here * u64(2)))
+    largest = f32(NO_MAXIMUM)
+    split = u32(0)
+    while split < splits:
+        largest = max(largest, its_stats[u32(u32(split * heads) << u32(1))])
+        split = u32(split + u32(1))
+    result = cuda.local.array(4, f32)
+    for i in static_range(4):
+        result[i] = f32(0)
+    total = f32(0)
+    column = u64(u32(u32(quad % quads) << u32(2)))
+    split = u32(0)
+    while split < splits:
+        at = u32(u32(split * heads) << u32(1))
+        factor = exp2(f32(f32(its_stats[at] - largest) * scale))
+        total = fma(factor, its_stats[u32(at + u32(1))], total)
+        source = u64(u64(u64(here + u64(u32(split * heads))) * u64(size)) + column)
+        four = load_global_v4(address(partial, source))
+        for i in static_range(4):
+            result[i] = fma(factor, bits_to_f32(four[i]), result[i])
+        split = u32(split + u32(1))
+    for i in static_range(4):
+        result[i] = f32(result[i] / total)
+    into = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(size))
+    store_global_v2(
+        address(o, u64(into + column)),
+        pack_bf16x2(result[0], result[1]),
+        pack_bf16x2(result[2], result[3]),
+    )
+
+
+def draft_attention(
+    q, cache, block, page_table, prefix_len, *, scale: float, page_size: int, o, partial, stats,
+    stream=None,
+) -> None:  # fmt: skip
+    """q, o [requests * slots, heads, size], cache [cache slots, 2 groups size] (one layer) and
+    block [requests * slots, 2 groups size], all bf16; page_table [requests, max_pages] and
+    prefix_len [requests] int32. Scratch in fp32: partial [requests * slots, MAX_SPLITS, heads,
+    size], stats [.., heads, 2]. Heads of 16, 32 or 128 columns, else NotImplementedError."""
+    dims = check(
+        "draft_attention",
+        q=(q, "rows heads size", "bfloat16"),
+        cache=(cache, "cached entry", "bfloat16"),
+        block=(block, "rows entry", "bfloat16"),
+        page_table=(page_table, "requests max_pages", "int32"),
+        prefix_len=(prefix_len, "requests", "int32"),
+        o=(o, "rows heads size", "bfloat16"),
+        partial=(partial, f"rows {MAX_SPLITS} heads size", "float32"),
+        stats=(stats, f"rows {MAX_SPLITS} heads 2", "float32"),
+    )
+    requests, heads, size = dims["requests"], dims["heads"], dims["size"]
+    slots, rest = divmod(dims["rows"], requests)
+    groups, odd = divmod(dims["entry"], 2 * size)
+    if rest or odd or not groups or heads % groups:
+        raise ValueError(
+            f"draft_attention: {dims['rows']} rows of {requests} requests, {heads} heads of {size} "
+            f"and rows of keys and values of {dims['entry']} do not fit"
+        )
+    if size not in (16, 32, 128):
+        raise NotImplementedError(f"draft_attention: heads of {size} columns")
+    if page_size < 1:
+        raise ValueError(f"draft_attention: page_size is {page_size}, expected 1 or more")
+    if not scale > 0:
+        raise ValueError(f"draft_attention: scale is {scale}, expected a positive number")
+    count, warps = slots * heads // groups, 4 if size == 128 else 1
+    longest = cdiv(dims["max_pages"] * page_size + slots, TILE)  # tiles, for a full page table
+    splits = max(1, min(MAX_SPLITS, longest // SPLIT_TILES))
+    _draft_attention(size=size, warps=warps).launch(
+        (splits, requests * groups, cdiv(count, 16 * warps)), q, cache, block, page_table,
+        prefix_len, scale * LOG2_E, slots, heads, groups, dims["max_pages"], page_size, partial,
+        stats, stream=stream,
+    )  # fmt: skip
+    _draft_fold.launch(
+        (dims["rows"], cdiv(heads * size // 4, FOLD_THREADS)), partial, stats, prefix_len,
+        scale * LOG2_E, slots, heads, size, o, stream=stream,
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""Tokens and positions of a drafter's block (goldens.dflash.block_tokens)."""
+
+import numpy as np
+
+from goldens import dflash
+from goldens.numerics import Stream
+
+
+def inputs(rng: Stream, *, requests: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """No root is the mask token: a block of masks alone would look right otherwise."""
+    return {
+        "root_tokens": rng.integers(0, vocabulary - 1, requests).astype(np.int32),
+        "prefix_len": rng.integers(0, 1 << 18, requests).astype(np.int32),
+    }
+
+
+def reference(
+    *, root_tokens: np.ndarray, prefix_len: np.ndarray, mask_token: int, block_size: int
+) -> dict[str, np.ndarray]:
+    like = {"mask_token_id": mask_token, "block_size": block_size}
+    return {
+        "tokens": np.stack([dflash.block_tokens(int(root), like) for root in root_tokens]),
+        "position": prefix_len[:, None] + np.arange(block_size),
+    }
