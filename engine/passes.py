@@ -163,21 +163,6 @@ def layer_values(
     return made | {name: _summed(record[name][0]) for name in ("attention", "mlp")}
 
 
-def layer_of_rank(
-    group: Any,
-    weights: Mapping[str, Any],
-    config: Config,
-    layer: int,
-    x: np.ndarray,
-    parents: np.ndarray,
-    prefix: np.ndarray,
-    page_size: int,
-) -> dict[str, np.ndarray]:
-    """`layer_values` of one layer of a bundle's tensors, for a rank."""
-    prepared = prepare(weights, config, only=[layer], group=group)
-    return layer_values(prepared, config, x, parents, prefix, page_size, group)
-
-
 def greedy_tokens(
     prompt, *, weights: Mapping[str, Any], config: Config, tokens, stream=None
 ) -> None:

@@ -1,0 +1,126 @@
+"""What ranks are told to do: functions of a group for `Ranks.call` and `in_turns`.
+
+    with Ranks(["GPU-1..", "GPU-2.."]) as ranks:
+        runs, times = decode_on(ranks, "model.kdtr", prompts, drafter, budget=16, max_new=64)
+
+Every rank does the same work on the host, from the same arguments: nothing but activations passes
+between ranks.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine import layers
+from engine.bundle import Bundle
+from engine.decode import Decoded, decode
+from engine.device import empty, to_device, to_host
+from engine.layers import Buffers, Config, Matrix, Moe
+from engine.parallel import RankError, Ranks
+from engine.passes import layer_values
+from engine.prepared import prepare
+
+
+def layer_of_rank(
+    group: Any,
+    weights: Mapping[str, Any],
+    config: Config,
+    layer: int,
+    x: np.ndarray,
+    parents: np.ndarray,
+    prefix: np.ndarray,
+    page_size: int,
+) -> dict[str, np.ndarray]:
+    """engine.passes.layer_values of one layer of a bundle's tensors."""
+    prepared = prepare(weights, config, only=[layer], group=group)
+    return layer_values(prepared, config, x, parents, prefix, page_size, group)
+
+
+def experts_of_rank(
+    group: Any,
+    x: np.ndarray,
+    experts: np.ndarray,
+    expert_weights: np.ndarray,
+    routed: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """y fp32 [rows, hidden] of engine.kernels.moe_w4a16; routed: its weights, all experts."""
+    (rows, hidden), (count, wide, _) = x.shape, routed["gate_up_qw"].shape
+    share = count // group.world
+    here = slice(group.rank * share, (group.rank + 1) * share)
+    weights = Moe(
+        gate=Matrix(count, hidden),
+        bias=None,
+        routed={name: to_device(array[here]) for name, array in routed.items()},
+        shared=None,
+        inner=wide // 2,
+        top_k=experts.shape[1],
+        scale=1.0,
+        ranks=group.world,
+    )
+    y = empty((rows, hidden), "float32")
+    launches = layers.routed_experts(
+        "experts", to_device(x), to_device(experts), to_device(expert_weights), weights, y,
+        Buffers("bfloat16"), group,
+    )  # fmt: skip
+    for launch in launches:
+        launch.call(stream=None)
+    return to_host(y)
+
+
+def decode_of_rank(
+    group: Any,
+    model: str | tuple[Mapping[str, np.ndarray], Config],
+    prompts: Sequence[Sequence[int]],
+    drafter: Any,
+    settings: Mapping[str, Any],
+) -> tuple[list[Decoded] | None, str, dict[str, float]]:
+    """engine.decode.decode of a bundle's path, or of tensors and a config: the runs (of rank 0),
+    their digest, seconds by stage."""
+    times: dict[str, float] = {}
+    if isinstance(model, str):
+        bundle = Bundle(Path(model))
+        model = (bundle, bundle.config)
+    tell = None if group.rank else lambda *what: group.tell(what)
+    runs = decode(*model, prompts, drafter, group=group, times=times, on_token=tell, **settings)
+    return (None if group.rank else runs), digest(runs), times
+
+
+def decode_on(
+    ranks: Ranks,
+    model: str | tuple[Mapping[str, np.ndarray], Config],
+    prompts: Sequence[Sequence[int]],
+    drafter: Any,
+    *,
+    on_token: Callable[[int, int], None] | None = None,
+    times: dict[str, float] | None = None,
+    **settings: Any,
+) -> list[Decoded]:
+    """engine.decode.decode on these ranks; model as in `decode_of_rank`. RankError if the ranks do
+    not agree to the bit."""
+    tell = None if on_token is None else lambda _, what: on_token(*what)
+    found = ranks.call(
+        "engine.ranks:decode_of_rank", model, list(prompts), drafter, settings, on_word=tell
+    )
+    runs, said, seconds = found[0]
+    assert runs is not None  # rank 0's
+    for rank, (_, other, _) in enumerate(found):
+        if other != said:
+            raise RankError(f"rank {rank} decoded other bits than rank 0")
+    if times is not None:
+        times.update(seconds)
+    return runs
+
+
+def digest(runs: Sequence[Decoded]) -> str:
+    """Of tokens, logits and caches, to the bit."""
+    whole = hashlib.sha256()
+    for run in runs:
+        whole.update(np.asarray(run.tokens, np.int64).tobytes())
+        for row in run.logits:
+            whole.update(row.tobytes())
+        if run.cache is not None:
+            whole.update(np.ascontiguousarray(run.cache).view(np.uint8).tobytes())
+    return whole.hexdigest()
