@@ -10,7 +10,20 @@ from ml_dtypes import bfloat16
 from numba import cuda as numba_cuda
 
 from engine import ptx, simulator
-from engine.device import SIMULATED, cuda, f32, i32, kernel, ptr, static_range, u16, u32, u64
+from engine.device import (
+    SIMULATED,
+    cuda,
+    f32,
+    i32,
+    kernel,
+    ptr,
+    static_range,
+    to_device,
+    u16,
+    u32,
+    u64,
+)
+from engine.kernels import tree_verify_mla
 from engine.warp import block_sum, warp_max
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")
@@ -214,3 +227,19 @@ def test_misaligned_vector_access_is_an_error():
         ptx.load_global_v4(ptx.address(words, 1))
     with pytest.raises(IndexError, match="reach outside"):
         ptx.load_global_v4(ptx.address(words, 8))
+
+
+def test_attention_refuses_a_gpu_with_too_little_shared_memory(monkeypatch):
+    monkeypatch.setattr(tree_verify_mla, "_shared_limit", lambda: 99 * 1024)
+
+    def zeros(dtype, *shape):
+        return to_device(np.zeros(shape, dtype))
+
+    act, integers = bfloat16, np.int32
+    with pytest.raises(NotImplementedError, match="shared memory a block, and this GPU has 101376"):
+        tree_verify_mla.tree_verify_mla(
+            zeros(act, 1, 64, 576), zeros(act, 8, 576), zeros(integers, 1, 1), zeros(integers, 2),
+            zeros(integers, 1), zeros(np.uint32, 1, 1), scale=0.1, page_size=8,
+            o=zeros(act, 1, 64, 512), partial=zeros(np.float32, 1, 16, 64, 512),
+            stats=zeros(np.float32, 1, 16, 64, 2),
+        )  # fmt: skip

@@ -649,6 +649,16 @@ def _has_wgmma() -> bool:
     return Device().compute_capability[0] == 9
 
 
+@cache
+def _shared_limit() -> int:
+    """Bytes of shared memory that a block may have: 227 KB on sm_90 and sm_100, 99 KB on sm_120."""
+    if SIMULATED:
+        return 227 * 1024
+    from cuda.core import Device
+
+    return Device().properties.max_shared_memory_per_block_optin
+
+
 def tree_verify_mla(
     q,
     cache,
@@ -743,7 +753,13 @@ def tree_verify_mla_heads(
         variant = {"heads_tile": 16 if of_heads <= 16 else 32 if of_heads <= 32 else 64}
         if of_heads > 32 and rank == 512 and _has_wgmma():
             variant["wgmma"] = True
-        _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank).launch(
+        attention = _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank)
+        if attention.dynamic_shared > _shared_limit():
+            raise NotImplementedError(
+                f"tree_verify_mla: {of_heads} heads of rank {rank} need {attention.dynamic_shared} "
+                f"B of shared memory a block, and this GPU has {_shared_limit()}"
+            )
+        attention.launch(
             (dims["rows"], splits), q, cache, page_table, row_start, prefix_len, ancestors,
             log2_scale, requests, dims["max_pages"], page_shift, dims["words"], heads, partial,
             stats, stream=stream,
