@@ -24,3 +24,9 @@ def reference(
     x = x + total
     y = model.rms_norm(x.astype(np.float64), weight.astype(np.float64), np.float32(eps))
     return {"x": x.astype(np.float64), "y": y}
+
+
+def work(*, delta: np.ndarray, weight: np.ndarray, x: np.ndarray) -> dict[str, int]:
+    """Bytes: delta and the weights read, x read and written, y written in the weights' dtype."""
+    written = x.size * weight.dtype.itemsize
+    return {"bytes": delta.nbytes + weight.nbytes + 2 * x.nbytes + written, "T": len(x)}

@@ -31,3 +31,8 @@ def reference(*, logits: np.ndarray) -> dict[str, np.ndarray]:
     bad, none = np.isnan(logits).any(-1), np.isneginf(logits).all(-1)
     status = np.where(bad, NOT_A_NUMBER, np.where(none, ALL_MINUS_INFINITY, 0))
     return {"token": np.where(status == 0, logits.argmax(-1), -1), "status": status}
+
+
+def work(*, logits: np.ndarray) -> dict[str, int]:
+    """T rows of V logits."""
+    return {"T": logits.shape[0], "V": logits.shape[1]}

@@ -132,3 +132,10 @@ def fma(a: Floats, b: Floats, c: Floats) -> np.ndarray:
     even = total.view(np.uint64) & np.uint64(1) == 0
     nudged = np.nextafter(total, np.copysign(np.inf, rest))
     return np.where((rest != 0) & even, nudged, total).astype(np.float32)
+
+
+def work(*, logits: np.ndarray, top_k: int) -> dict[str, int]:
+    """Bytes of the logits and of what is chosen; B chosen of V for R requests."""
+    requests, length, vocabulary = logits.shape
+    moved = logits.nbytes + requests * length * (8 * top_k + 4)
+    return {"bytes": moved, "B": top_k, "V": vocabulary, "R": requests}

@@ -67,10 +67,13 @@ def reference(
 
 
 def work(*, x: np.ndarray, w: np.ndarray) -> dict[str, int]:
-    """Bytes of x, w and y once, as 16-bit values, and 2 m n k operations a matrix."""
+    """Bytes of x, w and y once, as 16-bit values, and 2 m n k operations a matrix; M, N, K."""
     batch, n, k = (1, *w.shape) if w.ndim == 2 else w.shape
     rows = len(x)
     return {
         "bytes": 2 * batch * (rows * k + n * k + rows * n),
         "flops": 2 * batch * rows * n * k,
+        "M": rows,
+        "N": n,
+        "K": k,
     }

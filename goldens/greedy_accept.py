@@ -126,3 +126,8 @@ def tree_fault(parents: np.ndarray) -> int:
         if parent >= node:
             return NOT_BEFORE + NODE * node
     return 0
+
+
+def work(*, parents: np.ndarray) -> dict[str, int]:
+    """Trees of T nodes of R requests."""
+    return {"T": parents.shape[1], "R": len(parents)}

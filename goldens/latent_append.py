@@ -98,4 +98,5 @@ def work(
     item = q_weight.dtype.itemsize
     written = rows * (len(q_weight) + len(kv_weight) + 2 * cos.shape[1]) * item
     tables = 2 * rows * cos.shape[1] * cos.dtype.itemsize
-    return {"bytes": qkv.nbytes + q_weight.nbytes + kv_weight.nbytes + tables + written}
+    moved = qkv.nbytes + q_weight.nbytes + kv_weight.nbytes + tables + written
+    return {"bytes": moved, "T": rows}

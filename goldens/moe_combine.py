@@ -40,3 +40,8 @@ def reference(
     made = parts.astype(np.float64).reshape(*experts.shape, -1)  # [rows, top_k, hidden]
     terms = np.where(inside[..., None], made * expert_weights.astype(np.float64)[..., None], 0.0)
     return {"y": terms.sum(1), "y.magnitude": np.abs(terms).sum(1)}
+
+
+def work(*, experts: np.ndarray) -> dict[str, int]:
+    """M: rows."""
+    return {"M": len(experts)}

@@ -29,3 +29,8 @@ def reference(
 ) -> dict[str, np.ndarray]:
     made = moe_route.reference(experts=experts, count=count, width=width)
     return {**made, "x_permuted": permuted(x)}
+
+
+def work(*, experts: np.ndarray) -> dict[str, int]:
+    """M: rows."""
+    return {"M": len(experts)}

@@ -55,3 +55,8 @@ def group(experts: np.ndarray, count: int, width: int) -> tuple[np.ndarray, np.n
 def reference(*, experts: np.ndarray, count: int, width: int) -> dict:
     block_expert, block_slot = group(experts, count, width)
     return {"block_expert": block_expert, "block_slot": block_slot}
+
+
+def work(*, experts: np.ndarray) -> dict[str, int]:
+    """M: rows."""
+    return {"M": len(experts)}

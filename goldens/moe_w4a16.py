@@ -173,4 +173,5 @@ def work(
     return {
         "bytes": len(np.unique(chosen)) * of_one + x.nbytes + 4 * x.size,
         "flops": 2 * weights * chosen.size,
+        "M": len(x),
     }

@@ -19,3 +19,8 @@ def inputs(
 def reference(*, x: np.ndarray, weight: np.ndarray, eps: float) -> dict[str, np.ndarray]:
     y = model.rms_norm(x.astype(np.float64), weight.astype(np.float64), np.float32(eps))
     return {"y": y}
+
+
+def work(*, x: np.ndarray) -> dict[str, int]:
+    """T: rows."""
+    return {"T": len(x)}

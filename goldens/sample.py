@@ -89,3 +89,8 @@ def _mixed(z: int) -> int:
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
     return z ^ z >> 31
+
+
+def work(*, logits: np.ndarray) -> dict[str, int]:
+    """T rows of V logits."""
+    return {"T": logits.shape[0], "V": logits.shape[1]}

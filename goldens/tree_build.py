@@ -137,3 +137,8 @@ def grow(
         offer(parent, (*ranks[:-1], ranks[-1] + 1))
         offer(len(tree) - 1, (*ranks, 0))
     return tree
+
+
+def work(*, log_probs: np.ndarray, budgets: np.ndarray) -> dict[str, int]:
+    """A budget of B nodes for R requests, over L positions."""
+    return {"B": int(budgets.max()), "R": len(budgets), "L": log_probs.shape[1]}

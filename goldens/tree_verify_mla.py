@@ -200,4 +200,8 @@ def work(
     return {
         "bytes": keys * width * item + q.nbytes + q.shape[0] * heads * rank * item,
         "flops": 2 * pairs * heads * (width + rank),
+        "T": q.shape[0],
+        "P": int(prefix_len.max()),
+        "R": len(prefix_len),
+        "H": heads,
     }

@@ -53,6 +53,7 @@ def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.
 
 
 def work(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, int]:
-    """Bytes of x, the packed weights, the scales and y once, and 2 m n k operations."""
+    """Bytes of x, the packed weights, the scales and y once, and 2 m n k operations; M, N, K."""
     (rows, k), n = x.shape, len(qw)
-    return {"bytes": x.nbytes + qw.nbytes + sc.nbytes + 2 * rows * n, "flops": 2 * rows * n * k}
+    moved = x.nbytes + qw.nbytes + sc.nbytes + 2 * rows * n
+    return {"bytes": moved, "flops": 2 * rows * n * k, "M": rows, "N": n, "K": k}

@@ -3,8 +3,8 @@
     python -m tests.scale.bench_layer [--nodes 1 16 64] [--prefix 4096]
 
 The layer runs as it does in a model, as one CUDA graph. A launch's time is that of the graph up to
-and including it, less that of the graph before it; every replay first overwrites a buffer larger
-than the L2 cache. Floors: the bytes that a launch must read over the copy bandwidth measured here,
+and including it, less that of the graph before it; every replay first reads a buffer larger than
+the L2 cache. Floors: the bytes that a launch must read over the copy bandwidth measured here,
 or its operations over MATRIX_TFLOPS where those take longer. Needs 24 GB of device memory.
 """
 
@@ -19,6 +19,7 @@ from engine.device import copy_to_device, empty, kernel, ptr, static_range, to_d
 from engine.device import cuda as device_cuda
 from engine.model import Plan, Tree
 from engine.passes import ready
+from engine.prepared import Prepared
 from engine.ptx import address, load_global_v4, store_global_v4
 from goldens.k26_layer import config_of, layer_inputs
 from goldens.numerics import Stream
@@ -30,12 +31,18 @@ REPLAYS = 22
 
 
 @kernel(threads=256, registers=32)
-def _overwrite(
+def _read(
     words: ptr[u32],
-    value: u32,
+    found: ptr[u32],
 ):
-    at = u32(u32(u32(device_cuda.blockIdx.x) * u32(256)) + u32(device_cuda.threadIdx.x))
-    words[at] = value
+    """16 KB a block. Reads, because lines written would go to memory during what is timed next."""
+    first = u32(u32(u32(device_cuda.blockIdx.x) * u32(1024)) + u32(device_cuda.threadIdx.x))
+    total = u32(0)
+    for turn in static_range(4):
+        four = load_global_v4(address(words, u64(u64(u32(first + u32(256 * turn))) * u64(4))))
+        total = u32(u32(total | four[0]) | u32(u32(four[1] | four[2]) | four[3]))
+    if total == u32(7):  # no word of the buffer is 7: this keeps the loads
+        found[u32(0)] = total
 
 
 @kernel(threads=256, registers=32)
@@ -115,15 +122,14 @@ def floors_us(config: dict, nodes: int, keys: int, hit: int, rate: float) -> dic
     return floors
 
 
-def measure(nodes: int, keys: int, rate: float) -> None:
+def measure(nodes: int, keys: int, rate: float, given: dict, weights: Prepared) -> None:
+    """One table: the first `nodes` of the nodes given, behind `keys` tokens."""
     config = config_of(7168)
-    given = layer_inputs(Stream("bench_layer"), nodes, min(keys, 64), config, 5, 7, "random")
-    tree = Tree([0] * nodes, given["parents"].tolist())
-    weights = prepared({n: to_device(a) for n, a in given.items()}, config)
+    tree = Tree([0] * nodes, given["parents"][:nodes].tolist())
     prefix = np.resize(given["prefix"], (1, keys, given["prefix"].shape[1]))
     model = ready(weights, config, [tree], [prefix], 64)
     plan: Plan = model.prepare([tree])
-    copy_to_device(given["x"], plan.x)
+    copy_to_device(given["x"][:nodes], plan.x)
     names = [launch.name for launch in plan.launches]
     first = names.index("layer0.mla.qkv")
     record: dict[str, list] = {}
@@ -133,7 +139,8 @@ def measure(nodes: int, keys: int, rate: float) -> None:
     floors = floors_us(config, nodes, keys, hit, rate)
     layer = plan.launches[first:-2]
     flush = empty((FLUSH_BYTES // 4,), "uint32")
-    start = partial(_overwrite.launch, FLUSH_BYTES // 1024, flush, 7)
+    copy_to_device(np.zeros(flush.shape, np.uint32), flush)
+    start = partial(_read.launch, FLUSH_BYTES // 16384, flush, empty((1,), "uint32"))
     calls = [start, *(launch.call for launch in layer)]
     graphs = [_captured(calls[:count]) for count in range(1, len(calls) + 1)]
     times = graph_times_us(graphs)
@@ -151,9 +158,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prefix", type=int, default=4096)
     asked = parser.parse_args()
-    rate = copy_bytes_per_us()
+    rate, config = copy_bytes_per_us(), config_of(7168)
+    given = layer_inputs(Stream("bench_layer"), max(asked.nodes), 64, config, 5, 7, "random")
+    weights = prepared({name: to_device(array) for name, array in given.items()}, config)
     for nodes in asked.nodes:
-        measure(nodes, asked.prefix, rate)
+        measure(nodes, asked.prefix, rate, given, weights)
 
 
 if __name__ == "__main__":
