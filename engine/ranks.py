@@ -19,7 +19,7 @@ from engine.bundle import Bundle
 from engine.decode import Decoded, decode
 from engine.device import empty, to_device, to_host
 from engine.layers import Buffers, Config, Matrix, Moe
-from engine.parallel import RankError, Ranks
+from engine.parallel import RankError, Ranks, in_turns
 from engine.passes import layer_values
 from engine.prepared import prepare
 
@@ -104,14 +104,40 @@ def decode_on(
     found = ranks.call(
         "engine.ranks:decode_of_rank", model, list(prompts), drafter, settings, on_word=tell
     )
-    runs, said, seconds = found[0]
+    runs, _, seconds = found[0]
     assert runs is not None  # rank 0's
-    for rank, (_, other, _) in enumerate(found):
-        if other != said:
-            raise RankError(f"rank {rank} decoded other bits than rank 0")
+    _agree([said for _, said, _ in found])
     if times is not None:
         times.update(seconds)
     return runs
+
+
+def decode_in_turns(
+    world: int,
+    weights: Mapping[str, Any],
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    drafter: Any,
+    *,
+    on_token: Callable[[int, int], None] | None = None,
+    times: dict[str, float] | None = None,
+    **settings: Any,
+) -> list[Decoded]:
+    """`decode_on` for ranks that take turns in this process."""
+
+    def of_rank(group: Any) -> list[Decoded]:
+        first: dict[str, Any] = {"on_token": on_token, "times": times} if not group.rank else {}
+        return decode(weights, config, prompts, drafter, group=group, **first, **settings)
+
+    found = in_turns(world, of_rank)
+    _agree([digest(runs) for runs in found])
+    return found[0]
+
+
+def _agree(said: Sequence[str]) -> None:
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise RankError(f"rank {rank} decoded other bits than rank 0")
 
 
 def digest(runs: Sequence[Decoded]) -> str:

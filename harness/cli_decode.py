@@ -1,18 +1,21 @@
 """The command `kdtr decode`: tokens as they come, then what the rounds did and where time went.
 
 The loops are reached by name when the command runs: `goldens.decode` in numpy, `engine.decode` on
-a GPU or in the simulator. Both take the same settings and return the same fields.
+a GPU or in the simulator. Both take the same settings and return the same fields. With --tp the
+engine runs as so many ranks, on GPUs that are leased here; in the simulator they take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,6 +103,12 @@ def decode(
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Longest text (default: what the model allows).")
     ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", metavar="N", help="Split the model over N GPUs. The text and its logits stay."
+        ),
+    ] = None,
     compare: Annotated[
         Compare | None,
         typer.Option(metavar="ar", help="Decode one token at a time too, and compare."),
@@ -122,8 +131,7 @@ def decode(
         if not 0 <= token < vocabulary:
             fail(f"token {token} is not one of the {vocabulary} of {path}", 2)
     curve = None if costs is None else cost_curve(costs, budget)
-    where = chosen(device)
-    loop = importlib.import_module("engine.decode" if where.engine else "goldens.decode").decode
+    where = chosen(device, tp)
     settings: dict[str, Any] = {
         "max_new": max_new,
         "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
@@ -132,26 +140,28 @@ def decode(
         "seed": seed,
     }
 
-    def run(mode: Mode, guesses: Any, **more: Any) -> Run:
-        times: dict[str, float] = {}
-        started = time.perf_counter()
-        done = loop(
-            opened, opened.config, prompts, guesses, budget=budget, mode=mode.value, times=times,
-            **settings, **more,
-        )  # fmt: skip
-        return Run(done, times, time.perf_counter() - started)
-
-    say(f"{path} on {where.name}: {mode.value}" + ("" if mode is Mode.ar else f", {drafter.value}"))
+    say(f"{path} on {where}: {mode.value}" + ("" if mode is Mode.ar else f", {drafter.value}"))
     try:
-        alone = None
-        if compare or (drafter is Drafter.replay and mode is not Mode.ar):
-            alone = run(Mode.ar, None)
-        guesses = None
-        if mode is not Mode.ar:
-            guesses = made(
-                drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
-            )
-        done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
+        with loop_at(where, path, opened) as loop:
+
+            def run(mode: Mode, guesses: Any, **more: Any) -> Run:
+                times: dict[str, float] = {}
+                started = time.perf_counter()
+                done = loop(
+                    prompts, guesses, budget=budget, mode=mode.value, times=times, **settings,
+                    **more,
+                )  # fmt: skip
+                return Run(done, times, time.perf_counter() - started)
+
+            alone = None
+            if compare or (drafter is Drafter.replay and mode is not Mode.ar):
+                alone = run(Mode.ar, None)
+            guesses = None
+            if mode is not Mode.ar:
+                guesses = made(
+                    drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
+                )
+            done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
     except typer.Exit:  # a RuntimeError too
         raise
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
@@ -166,21 +176,48 @@ def decode(
 class Place:
     name: str
     engine: bool  # the engine, on a GPU or in the simulator, or the numpy loop
+    ranks: int | None = None
+
+    def __str__(self) -> str:
+        return self.name + (f", {self.ranks} ranks" if self.ranks else "")
 
 
-def chosen(device: Device) -> Place:
+def chosen(device: Device, ranks: int | None) -> Place:
     """Choose once, before anything loads numba."""
+    if ranks is not None and (ranks < 1 or device is Device.reference):
+        fail(f"--tp {ranks} on {device.value}: it takes 1 or more, and splits the engine alone", 2)
     if device is Device.auto:
         devices = importlib.import_module("harness.devices")
         try:
             usable = devices.choose("auto").device == "cuda"
         except devices.DeviceError:
             usable = False
-        device = Device.cuda if usable else Device.reference
+        device = Device.cuda if usable else Device.sim if ranks else Device.reference
     if device is Device.reference:
         return Place("reference", False)
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1" if device is Device.sim else "0"
-    return Place(device.value, True)
+    return Place(device.value, True, ranks)
+
+
+@contextlib.contextmanager
+def loop_at(where: Place, path: Path, opened: Any) -> Iterator[Callable[..., Any]]:
+    """decode(prompts, drafter, **settings) of that place. Ranks and their GPUs are held as long."""
+    if where.ranks is None:
+        module = importlib.import_module("engine.decode" if where.engine else "goldens.decode")
+        yield partial(module.decode, opened, opened.config)
+        return
+    ranks = importlib.import_module("engine.ranks")
+    if where.name == Device.sim:
+        yield partial(ranks.decode_in_turns, where.ranks, opened, opened.config)
+        return
+    devices = importlib.import_module("harness.devices")
+    leases = devices.Leases(devices.choose("cuda").gpus, where.ranks)
+    try:
+        uuids = [gpu.uuid for gpu in leases.take().gpus]
+        with importlib.import_module("engine.parallel").Ranks(uuids) as started:
+            yield partial(ranks.decode_on, started, str(path))
+    finally:
+        leases.close()
 
 
 def numbers(text: str, what: str) -> list[float]:
