@@ -382,6 +382,8 @@ def _require_device_array(where: str, array: Any) -> None:
 def _is_contiguous(array: Any) -> bool:
     if hasattr(array, "is_contiguous"):  # torch, whose strides count elements
         return array.is_contiguous()
+    if 0 in array.shape:  # an empty batch, whose strides mean nothing
+        return True
     expected = np.dtype(array.dtype).itemsize
     strides = array.strides or ()
     for size, stride in zip(reversed(array.shape), reversed(strides), strict=False):

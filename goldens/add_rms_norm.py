@@ -6,11 +6,22 @@ from goldens import model
 from goldens.numerics import Stream, round_to
 
 
-def inputs(rng: Stream, *, parts: int, rows: int, hidden: int, dtype: str) -> dict[str, np.ndarray]:
+def inputs(
+    rng: Stream, *, parts: int, rows: int, hidden: int, dtype: str, pattern: str
+) -> dict[str, np.ndarray]:
+    """pattern: "bell"; "cancels" (every second row becomes zero), "zeros" (every second row is zero
+    before and after), "spiked" (one element of a row has all of its norm)."""
+    delta = rng.bell((parts, rows, hidden))
+    weight, x = 1 + 0.25 * rng.uniform(hidden), rng.bell((rows, hidden))
+    if pattern in ("cancels", "zeros"):
+        delta[:, ::2], x[::2] = 0, 0 if pattern == "zeros" else x[::2]
+        delta[-1, ::2] = -x[::2]
+    elif pattern == "spiked":
+        x[:, hidden // 2] = 3e4
     return {
-        "delta": round_to(rng.bell((parts, rows, hidden)), np.float32),
-        "weight": round_to(1 + 0.25 * rng.uniform(hidden), np.dtype(dtype)),
-        "x": round_to(rng.bell((rows, hidden)), np.float32),
+        "delta": round_to(delta, np.float32),
+        "weight": round_to(weight, np.dtype(dtype)),
+        "x": round_to(x, np.float32),
     }
 
 

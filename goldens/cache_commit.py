@@ -66,6 +66,19 @@ def inputs(
     }
 
 
+def derived(
+    *, requests: int, max_pages: int, room: int, page_size: int, pattern: str
+) -> dict[str, int | str]:
+    """Room for two windows a request, `max_pages` pages beyond that, and two pages of nobody's."""
+    pages = -(-2 * room // page_size) + max_pages
+    slots = page_size * (requests * pages + 2)
+    return {
+        "max_pages": pages,
+        "slots": slots,
+        "pattern": "random" if room < 2 and pattern == "descending" else pattern,
+    }
+
+
 def reference(
     *,
     page_table: np.ndarray,

@@ -34,6 +34,10 @@ def inputs(
     return {name: value.astype(np.int32) for name, value in made.items()}
 
 
+def derived(*, requests: int, nodes: int) -> dict[str, int]:
+    return {"rows": requests * nodes}
+
+
 def reference(
     *,
     status: np.ndarray,

@@ -31,7 +31,8 @@ def inputs(
     """pattern: "normal"; "ties" (few different values); "plateau" (nearly all equal); "sorted"
     (descending with the id, so that the best are neighbours); "minus_infinity" (most tokens
     masked); "all_masked" (one row wholly -inf); "nan", "infinity" (one in one row); "zeros" (0 and
-    -0); "huge" (sums of differences overflow); "far" (one token has all the probability)."""
+    -0); "huge" (sums of differences overflow); "far" (one token has all the probability);
+    "denormal" (all below 2^-126)."""
     shape = (requests, length, vocabulary)
     x = rng.bell(shape) * 3.0
     if pattern == "ties":
@@ -47,14 +48,23 @@ def inputs(
             x[0, -1] = -np.inf
     elif pattern in ("nan", "infinity"):
         x[-1, 0, vocabulary - 1] = np.nan if pattern == "nan" else np.inf
-        x[0, -1, 1] = -np.nan if pattern == "nan" else x[0, -1, 1]
+        second = min(1, vocabulary - 1)
+        x[0, -1, second] = -np.nan if pattern == "nan" else x[0, -1, second]
     elif pattern == "zeros":
         x = np.where(rng.uniform(shape) < 0.5, np.copysign(0.0, rng.uniform(shape)), -1.0)
     elif pattern == "huge":
         x = x * 1e38 / 6
+    elif pattern == "denormal":
+        x = x * 2.0**-140
     elif pattern == "far":
         x[..., vocabulary // 3] = 200.0
     return {"logits": round_to(x, np.dtype(dtype))}
+
+
+def derived(*, vocabulary: int, top_k: int) -> dict[str, int]:
+    chosen = min(top_k, vocabulary)
+    words = 4 * -(-vocabulary // CHUNK) + -(-vocabulary // 32)
+    return {"top_k": chosen, "chosen": chosen, "words": words}
 
 
 def reference(*, logits: np.ndarray, top_k: int) -> dict[str, np.ndarray]:

@@ -23,11 +23,13 @@ def inputs(
     exact: bool = False,
     y_width: int = 0,
     batch: int = 0,
+    pattern: str = "bell",
 ) -> dict[str, np.ndarray]:
     """exact: integers in [-4, 4], every partial sum below 2^24 and thus the same in any order.
 
     Otherwise log-normal-like weights (a power of two for every row), so that one row's error
-    cannot hide behind another's size.
+    cannot hide behind another's size. pattern "cancels": later products are the negated earlier
+    ones, and y is what the last one or two give.
     """
     many = (batch,) if batch else ()
     w_shape, x_shape = (*many, n, k), (m, *many, x_width)
@@ -40,11 +42,19 @@ def inputs(
     else:
         w = rng.bell(w_shape) * 2.0 ** rng.integers(-3, 4, (*many, n, 1))
         x = rng.bell(x_shape)
+    if pattern == "cancels":
+        half = (k - 1) // 2
+        w[..., half : 2 * half], x[..., half : 2 * half] = w[..., :half], -x[..., :half]
     x[..., k:] = np.nan
     made = {"x": round_to(x, np.dtype(dtype)), "w": round_to(w, np.dtype(dtype))}
     if y_width:
         made["y"] = round_to(rng.bell((m, *many, y_width)), np.dtype(dtype))
     return made
+
+
+def derived(*, n: int, k: int, x_width: int = 0, y_width: int = 0) -> dict[str, int]:
+    """x_width is drawn as the eights of columns beyond k, y_width as columns beyond n."""
+    return {"x_width": -(-k // 8) * 8 + 8 * x_width, "y_width": n + y_width}
 
 
 def reference(

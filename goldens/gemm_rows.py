@@ -19,6 +19,9 @@ def inputs(rng: Stream, *, m: int, n: int, k: int, dtype: str) -> dict[str, np.n
     return {**made, "twin_x": twin_x, "twin_of": twin_of.astype(np.int32)}
 
 
+derived = gemm_parts.derived
+
+
 def reference(
     *, x: np.ndarray, w: np.ndarray, twin_x: np.ndarray, twin_of: np.ndarray, parts: int
 ) -> dict[str, np.ndarray]:

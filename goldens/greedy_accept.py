@@ -72,6 +72,12 @@ def inputs(
     }
 
 
+def derived(*, nodes: int, max_accepted: int, pattern: str) -> dict[str, int | str]:
+    """The patterns with a flaw need a root and two nodes."""
+    few = nodes < 3 and pattern not in ("chain", "star", "twins", "padding", "bad_count")
+    return {"room": max_accepted, "pattern": "random" if few else pattern}
+
+
 def reference(
     *,
     target_tokens: np.ndarray,

@@ -23,6 +23,10 @@ def inputs(rng: Stream, *, rows: int, inputs: int, pattern: str) -> dict[str, np
     return {"weight": round_to(weight * size, np.float32)}
 
 
+def derived(*, inputs: int) -> dict[str, int]:
+    return {"words": inputs // 8, "groups": inputs // GROUP}
+
+
 def reference(*, weight: np.ndarray) -> dict[str, np.ndarray]:
     q, scale = quantise(weight)
     packed = pack_int4(q)

@@ -25,7 +25,8 @@ def inputs(
     dtype: str,
 ) -> dict[str, np.ndarray]:
     """Slots are scattered and never shared. pattern "small": latents so small that eps counts;
-    "edges": positions and slots outside the tables and the cache among good ones."""
+    "edges": positions and slots outside the tables and the cache among good ones; "zeros": every
+    second row is zero; "spiked": one number of a row is far above the others."""
     act = np.dtype(dtype)
     size = 1e-3 if pattern == "small" else 1.0
     slot = rng.permutation(slots)[:rows]
@@ -34,8 +35,13 @@ def inputs(
         position[1::4], slot[2::4], slot[3::4] = positions, slots, -1
         position[0::8], position[5::8] = positions - 1, -1
     cos, sin = tables(rng, positions, pairs)
+    qkv = size * rng.bell((parts, rows, width))
+    if pattern == "zeros":
+        qkv[:, ::2] = 0
+    elif pattern == "spiked":
+        qkv[0, :, [0, q_rank, width - 1]] = 3e4
     return {
-        "qkv": round_to(size * rng.bell((parts, rows, width)), np.float32),
+        "qkv": round_to(qkv, np.float32),
         "q_weight": round_to(1 + 0.25 * rng.uniform(q_rank), act),
         "kv_weight": round_to(1 + 0.25 * rng.uniform(rank), act),
         "cos": cos,
@@ -44,6 +50,11 @@ def inputs(
         "slot": slot,
         "cache": round_to(rng.bell((slots, rank + 2 * pairs)), act),
     }
+
+
+def derived(*, rows: int, q_rank: int, rank: int, pairs: int, slots: int) -> dict[str, int]:
+    entry = rank + 2 * pairs
+    return {"width": q_rank + entry, "entry": entry, "slots": rows + slots}
 
 
 def reference(
@@ -72,7 +83,7 @@ def reference(
     x = row[:, q_rank + rank :]
     cosine, sine = cos[at].astype(np.float64), sin[at].astype(np.float64)
     r = model.rope(x, cosine, sine)
-    swapped = x.reshape(len(x), -1, 2)[..., ::-1].reshape(x.shape)
+    swapped = x.reshape(len(x), cos.shape[1], 2)[..., ::-1].reshape(x.shape)
     size = np.abs(x) * np.repeat(np.abs(cosine), 2, -1)
     size += np.abs(swapped) * np.repeat(np.abs(sine), 2, -1)
     good = placed & mapped

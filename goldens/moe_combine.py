@@ -33,11 +33,16 @@ def inputs(
     }
 
 
+def derived(*, rows: int, top_k: int, count: int, routing: str) -> dict[str, int | str]:
+    made = moe_route.derived(rows=rows, top_k=top_k, count=count, routing=routing)
+    return {**made, "slots": rows * made["top_k"]}
+
+
 def reference(
     *, parts: np.ndarray, experts: np.ndarray, expert_weights: np.ndarray, count: int
 ) -> dict[str, np.ndarray]:
     inside = (experts >= 0) & (experts < count)  # [rows, top_k]
-    made = parts.astype(np.float64).reshape(*experts.shape, -1)  # [rows, top_k, hidden]
+    made = parts.astype(np.float64).reshape(*experts.shape, parts.shape[1])  # [rows, top_k, hidden]
     terms = np.where(inside[..., None], made * expert_weights.astype(np.float64)[..., None], 0.0)
     return {"y": terms.sum(1), "y.magnitude": np.abs(terms).sum(1)}
 

@@ -44,6 +44,11 @@ def inputs(
     }
 
 
+def derived(*, rows: int, top_k: int, count: int, inner: int, routing: str) -> dict[str, int | str]:
+    made = moe_route.derived(rows=rows, top_k=top_k, count=count, routing=routing)
+    return {**made, "slots": rows * made["top_k"], "gate_up_rows": 2 * inner}
+
+
 def reference(
     *,
     x: np.ndarray,

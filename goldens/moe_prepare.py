@@ -5,6 +5,7 @@ import numpy as np
 from goldens import moe_route
 from goldens.numerics import BF16, Stream, round_to
 
+derived = moe_route.derived
 PAIRS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 

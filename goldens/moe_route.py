@@ -18,7 +18,8 @@ def choose(rng: Stream, *, rows: int, top_k: int, count: int, routing: str) -> n
         chosen = np.arange(rows * top_k).reshape(rows, top_k) * 7 % count
         assert np.gcd(7, count) == 1
     else:
-        chosen = np.stack([rng.permutation(count)[:top_k] for _ in range(rows)])
+        drawn = [rng.permutation(count)[:top_k] for _ in range(rows)]
+        chosen = np.array(drawn, np.int64).reshape(rows, top_k)
         if routing == "last":
             chosen[:, 1:] = count - 1 - np.arange(top_k - 1)
             chosen[:, 0] = np.arange(rows) % (count - top_k + 1)
@@ -32,6 +33,22 @@ def inputs(
     rng: Stream, *, rows: int, top_k: int, count: int, routing: str
 ) -> dict[str, np.ndarray]:
     return {"experts": choose(rng, rows=rows, top_k=top_k, count=count, routing=routing)}
+
+
+def derived(
+    *, rows: int, top_k: int, count: int, routing: str, width: int = 8, hidden: int = 0
+) -> dict[str, int | str]:
+    """Also for the specs of what is done with the choices. At most 8 choices of all there are;
+    "distinct" takes every seventh expert."""
+    top_k = min(top_k, count)
+    slots = rows * top_k
+    return {
+        "top_k": top_k,
+        "routing": "uniform" if routing == "distinct" and count % 7 == 0 else routing,
+        "slots": width,
+        "blocks": (slots + (width - 1) * min(count, slots)) // width,
+        "padded": -(-hidden // 128) * 128,
+    }
 
 
 def group(experts: np.ndarray, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -65,6 +65,17 @@ def inputs(
     }
 
 
+def derived(
+    *, rows: int, top_k: int, count: int, hidden: int, inner: int, width: int, routing: str
+) -> dict[str, int | str]:
+    made = moe_route.derived(rows=rows, top_k=top_k, count=count, routing=routing, width=width)
+    sizes = {"slots": rows * made["top_k"], "gate_up_rows": 2 * inner}
+    for name, size in (("hidden", hidden), ("inner", inner)):
+        sizes |= {f"{name}_words": size // 8, f"{name}_groups": size // 32}
+        sizes[f"{name}_padded"] = -(-size // 128) * 128
+    return {**made, **sizes}
+
+
 def _exact_gate(rng: Stream, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Rows whose weights are all one of 1, 2, 4, 8, as q s with q in 1, 2, 4; or all -8.
 

@@ -7,11 +7,20 @@ from goldens.numerics import Stream, round_to
 
 
 def inputs(
-    rng: Stream, *, tokens: int, hidden: int, scale: float, x_dtype: str, dtype: str
+    rng: Stream, *, tokens: int, hidden: int, scale: float, x_dtype: str, dtype: str, pattern: str
 ) -> dict[str, np.ndarray]:
-    """scale: size of x; 1e-4 makes eps count, 1e4 would overflow a sum of squares in 16 bits."""
+    """scale: size of x; 1e-4 makes eps count, 1e4 would overflow a sum of squares in 16 bits.
+    pattern: "bell"; "spiked" (one element of a row has all of its norm); "zeros" and "nan_row"
+    (every second row is zero, or holds one NaN)."""
+    x = rng.bell((tokens, hidden)) * scale
+    if pattern == "spiked":
+        x[:, hidden // 2] = 2e3 * scale
+    elif pattern == "zeros":
+        x[::2] = 0
+    elif pattern == "nan_row":
+        x[::2, hidden // 3] = np.nan
     return {
-        "x": round_to(rng.bell((tokens, hidden)) * scale, np.dtype(x_dtype)),
+        "x": round_to(x, np.dtype(x_dtype)),
         "weight": round_to(1 + 0.25 * rng.uniform(hidden), np.dtype(dtype)),
     }
 

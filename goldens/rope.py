@@ -43,6 +43,11 @@ def inputs(
     }
 
 
+def derived(*, pairs: int, q_width: int, width: int) -> dict[str, int]:
+    """q_width and width are drawn as what they have besides the pairs."""
+    return {"q_width": 2 * pairs + q_width, "width": 2 * pairs + width}
+
+
 def reference(
     *,
     q: np.ndarray,
@@ -58,7 +63,7 @@ def reference(
     c, s = cos[at].astype(np.float64), sin[at].astype(np.float64)
     there = known[:, None, None]
     turned = np.where(there, model.rope(x, c, s), 0.0)
-    swapped = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    swapped = x.reshape(*x.shape[:-1], cos.shape[1], 2)[..., ::-1].reshape(x.shape)
     c, s = (np.repeat(np.abs(table), 2, axis=-1)[:, None] for table in (c, s))
     size = np.where(there, np.abs(x) * c + np.abs(swapped) * s, 0.0)
     out, magnitude = query.astype(np.float64), np.zeros(query.shape)

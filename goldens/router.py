@@ -40,6 +40,11 @@ def inputs(
     return {"logits": logits, "bias": bias}
 
 
+def derived(*, count: int, top_k: int) -> dict[str, int]:
+    chosen = min(top_k, count)
+    return {"top_k": chosen, "chosen": chosen}
+
+
 def _total(logits: np.ndarray) -> np.ndarray:
     """fp32, parts in ascending order, as the kernel adds them."""
     total = logits[0]

@@ -22,7 +22,8 @@ def inputs(
     rng: Stream, *, rows: int, vocabulary: int, requests: int, pattern: str
 ) -> dict[str, np.ndarray]:
     """pattern: "normal"; "flat" (all equal); "sparse" (most are -inf); "certain" (a token a row);
-    "steep" (the division overflows in some rows); "bad" (NaN, +inf, and a row of -inf)."""
+    "steep" (the division overflows in some rows); "bad" (NaN, +inf, and a row of -inf); "denormal"
+    (all below 2^-126)."""
     x = rng.bell((rows, vocabulary)) * 3.0
     if pattern == "flat":
         x[:] = 0.5
@@ -35,7 +36,9 @@ def inputs(
         x[::2] *= 3e37
     elif pattern == "bad":
         x[0, vocabulary - 1], x[-1, :] = np.nan, -np.inf
-        x[1, 0] = np.inf
+        x[min(1, rows - 1), 0] = np.inf
+    elif pattern == "denormal":
+        x *= 2.0**-140
     request = np.sort(rng.integers(0, requests, rows))
     return {
         "logits": x.astype(np.float32),

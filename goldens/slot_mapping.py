@@ -45,6 +45,15 @@ def inputs(
     }
 
 
+def derived(
+    *, rows: int, requests: int, max_pages: int, page_size: int, pattern: str
+) -> dict[str, int]:
+    """No window is empty; `max_pages` is drawn as what is left when one request has all rows."""
+    requests = min(requests, rows)
+    pages = max_pages + (1 if pattern == "missing" else -(-rows // page_size))
+    return {"requests": requests, "bounds": requests + 1, "max_pages": pages}
+
+
 def reference(
     *,
     row_start: np.ndarray,

@@ -7,11 +7,19 @@ from goldens.numerics import Stream, round_to, unit_roundoff
 
 
 def inputs(
-    rng: Stream, *, parts: int, rows: int, inner: int, both: int, scale: float
+    rng: Stream, *, parts: int, rows: int, inner: int, both: int, scale: float, pattern: str
 ) -> dict[str, np.ndarray]:
-    """scale 64 reaches gates where exp overflows float32 on one side and underflows on the other"""
+    """scale 64 reaches gates where exp overflows float32 on one side and underflows on the other.
+    pattern "cancels": the parts of every second row add up to zero or nearly so; else "bell"."""
     assert both == 2 * inner, (both, inner)
-    return {"gate_up": round_to(rng.bell((parts, rows, both)) * scale, np.float32)}
+    gate_up = round_to(rng.bell((parts, rows, both)) * scale, np.float32)
+    if pattern == "cancels":
+        gate_up[-1, ::2] = -gate_up[:-1, ::2].sum(0)
+    return {"gate_up": gate_up}
+
+
+def derived(*, inner: int) -> dict[str, int]:
+    return {"both": 2 * inner}
 
 
 def reference(*, gate_up: np.ndarray) -> dict[str, np.ndarray]:

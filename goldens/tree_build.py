@@ -58,6 +58,12 @@ def inputs(
     }
 
 
+def derived(*, k: int, nodes: int, pattern: str) -> dict[str, int | str]:
+    """The patterns that look at two ranks need them."""
+    pair = pattern in ("minus_infinity", "rising", "nan", "positive")
+    return {"words": -(-nodes // 32), "pattern": "random" if pair and k < 2 else pattern}
+
+
 def _floors(nodes: int, pattern: str) -> np.ndarray:
     """No floor at all, but for "random": then one that rises from -6 to 0 nats."""
     if pattern != "random":

@@ -87,6 +87,32 @@ def inputs(
     }
 
 
+ROPE = {512: 64, 128: 32, 64: 16}  # by rank, of the models there are
+
+
+def derived(
+    *, prefixes: str, nodes: str, rows: int, words: int, max_pages: int, rank: int, page_size: int,
+    values: str,
+) -> dict[str, int | str | bool]:  # fmt: skip
+    """A request for each prefix, with the nodes repeated or cut to as many. rows, words and
+    max_pages are drawn as what there is beyond what is needed."""
+    lengths = [int(part) for part in prefixes.split(",")]
+    some = [int(part) for part in nodes.split(",")]
+    counts = [some[r % len(some)] for r in range(len(lengths))]
+    pages = [-(-(p + t) // page_size) for p, t in zip(lengths, counts, strict=True)]
+    return {
+        "requests": len(lengths),
+        "bounds": len(lengths) + 1,
+        "nodes": ",".join(map(str, counts)),
+        "rows": sum(counts) + rows,
+        "words": max(1, -(-max(counts) // 32)) + words,
+        "max_pages": max(1, *pages) + max_pages,
+        "slots": page_size * (sum(pages) + 2),
+        "width": rank + ROPE[rank],
+        "exact": values in ("uniform", "one_hot"),
+    }
+
+
 def _integers(text: str, count: int) -> list[int]:
     numbers = [int(part) for part in text.split(",")]
     if len(numbers) != count:

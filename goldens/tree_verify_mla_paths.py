@@ -64,6 +64,25 @@ def inputs(
     return {**made, **twins}
 
 
+def derived(
+    *, rows: int, prefix: int, max_pages: int, rank: int, page_size: int
+) -> dict[str, int | str | bool]:
+    """Pages for the tree, for each twin's whole path, and two of nobody's."""
+    made = tree_verify_mla.derived(
+        prefixes=str(prefix), nodes=str(rows), rows=0, words=0, max_pages=max_pages, rank=rank,
+        page_size=page_size, values="plain",
+    )  # fmt: skip
+    pages = -(-(prefix + rows) // page_size)
+    return {
+        "twins": 2 * rows,
+        "bounds": 2 * rows + 1,
+        "words": made["words"],
+        "width": made["width"],
+        "max_pages": made["max_pages"],
+        "slots": page_size * (pages * (rows + 1) + 2),
+    }
+
+
 def reference(
     *,
     q: np.ndarray,

@@ -26,7 +26,8 @@ def inputs(
 
     pattern "random"; "all_codes": every code at every place of a word, x a unit vector a row;
     "nan_neighbours": all rows but every third are NaN; "checkpoint": packed words and scales as
-    they are in the pinned checkpoint's file, of the up projection of an expert.
+    they are in the pinned checkpoint's file, of the up projection of an expert; "zero_scales",
+    "negative_scales" (in half of the groups), "far_scales" (2^-100 to 2^13).
     """
     qw, sc = int4(rng, (n, k), exact=exact)
     x = rng.integers(-2, 3, (m, k)).astype(np.float64) if exact else rng.bell((m, k))
@@ -39,9 +40,26 @@ def inputs(
     elif pattern == "checkpoint":
         sample, name = bundles.tensors("k26_sample"), "model.layers.2.mlp.experts.5.up_proj"
         qw, sc = sample[name + ".qw"], sample[name + ".sc"]
+    elif pattern in ("zero_scales", "negative_scales"):
+        factor = 0.0 if pattern == "zero_scales" else -1.0
+        sc = round_to(sc.astype(np.float64) * rng.choice([1.0, factor], sc.shape), BF16)
+    elif pattern == "far_scales":
+        sc = round_to(2.0 ** rng.choice([-100, -50, 0, 13], sc.shape), BF16)
     elif pattern != "random":
         raise ValueError(f"pattern {pattern!r}")
     return {"x": round_to(x, BF16), "qw": qw, "sc": sc}
+
+
+def derived(*, m: int, k: int, pattern: str, exact: bool) -> dict[str, int | bool]:
+    """Sizes of words, scales and the permuted x: rows in tiles of 8, 16, 32 or 64."""
+    tile = next((8 * c for c in (1, 2, 4) if m <= 8 * c), 64)
+    return {
+        "words": k // 8,
+        "groups": k // 32,
+        "tokens": -(-m // tile) * tile,
+        "width": -(-k // 128) * 128,
+        "exact": exact and pattern != "far_scales",
+    }
 
 
 def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.ndarray]:

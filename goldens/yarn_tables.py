@@ -20,6 +20,10 @@ def inputs(
     }
 
 
+def derived() -> dict[str, int]:
+    return {"one": 1}
+
+
 def reference(
     *,
     positions: np.ndarray,

@@ -21,6 +21,7 @@ import typer
 ELSEWHERE = (
     ("bench", "harness.bench:app", "Time cases with bench = true against floor and baseline."),
     ("mutate", "harness.cli_mutate:app", "Plant faults in kernels: the specs must catch them."),
+    ("fuzz", "harness.fuzz:app", "Draw cases inside the specs' [fuzz] ranges and judge them."),
     ("bundle", "harness.cli_bundle:app", "Make, look into and check .kdtr bundles."),
     ("import", "harness.cli_bundle:app", "Make a bundle of a public checkpoint."),
     ("quant", "harness.cli_bundle:app", "Choose a 4-bit scheme on evidence."),

@@ -98,6 +98,19 @@ def oracle(spec: Spec) -> ModuleType:
     return module
 
 
+def derived(spec: Spec, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from drawn axes, scalars and options by the oracle's `derived`, if it has one.
+
+    It may know axes of other specs, which are left out here.
+    """
+    function = getattr(oracle(spec), "derived", None)
+    if function is None:
+        return {}
+    made = _call(function, spec.reference, values)
+    mine = {*spec.axis_names(), *spec.defaults, "exact"}
+    return {name: value for name, value in made.items() if name in mine}
+
+
 def reference(spec: Spec, case: Case, golden: Golden, function: str = "reference") -> dict:
     """What the oracle's `reference` (or `witness`) returns for these inputs, unchecked."""
     return _call(
@@ -109,7 +122,7 @@ def reference(spec: Spec, case: Case, golden: Golden, function: str = "reference
 
 def stream(spec: Spec, case: Case) -> Any:
     """The case's random stream: the same numbers on every machine, others for every other case."""
-    return numerics().Stream(spec.stem, case.name)
+    return numerics().Stream(spec.stem, case.draw or case.name)
 
 
 def rounded(values: np.ndarray, output: Output) -> np.ndarray:

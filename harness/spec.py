@@ -41,6 +41,7 @@ _CASE = {  # keys of a case that are neither axis, scalar nor option: type, what
     "timeout_s": (float, "seconds, more than 0, at most 86400"),
     "unsupported": (str, "the reason why the launcher refuses this case"),
     "constant": (str, "the reason why this golden is empty or constant"),
+    "draw": (int, "a number, 1 or more, that names other random inputs"),
     "weights": (str, "the name of a bundle"),
 }
 # Keywords that the harness itself passes to oracles and launchers.
@@ -111,7 +112,24 @@ class Case:
     timeout_s: float = 300.0
     unsupported: str | None = None
     constant: str | None = None
+    draw: int | None = None  # random inputs by this number, whatever the case is called
     weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Range:
+    """What `kdtr fuzz` may draw: one of `values`, or a number lo, lo + step, .. up to hi.
+
+    With `most` it draws a text of 1 to `most` such numbers, "63,64,65". In the simulator nothing
+    above `sim` is drawn.
+    """
+
+    values: tuple = ()
+    lo: int = 0
+    hi: int = 0
+    step: int = 1
+    most: int = 0
+    sim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,10 @@ class Spec:
     outputs: Mapping[str, Output]
     scratch: Mapping[str, Tensor]
     cases: Mapping[str, Case]
-    fuzz: Mapping[str, list]
+    axes: Mapping[str, int]  # these and the next two: where a case says nothing
+    scalars: Mapping[str, Any]
+    options: Mapping[str, Any]
+    fuzz: Mapping[str, Range]
     mutants: tuple[Mutant, ...]
 
     @property
@@ -155,6 +176,16 @@ class Spec:
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         """Shape of every input, output and scratch tensor in this case."""
         return {name: self.shape(tensor, case) for name, tensor in self.tensors().items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {**self.axes, **self.scalars, **self.options}
+
+    def axis_names(self) -> set[str]:
+        """Every axis that has a default or that a shape or a match names."""
+        names = {n for t in self.tensors().values() for n in t.shape if isinstance(n, str)}
+        terms = {o.match.terms for o in self.outputs.values()}
+        return {*self.axes, *names, *(n for n in terms if isinstance(n, str))}
 
     def terms(self, output: Output, case: Case) -> int:
         """Number of terms in the sum behind one element of a `dot` output."""
@@ -231,6 +262,9 @@ class _Reader:
             outputs=outputs,
             scratch=scratch,
             cases=cases,
+            axes=self.axes,
+            scalars=self.scalars,
+            options=self.options,
             fuzz=self.fuzz(),
             mutants=self.mutants(),
         )
@@ -375,21 +409,51 @@ class _Reader:
             raise self.error(where, expected, value)
         return value
 
-    def fuzz(self) -> dict[str, list]:
-        ranges = dict(self.items("fuzz"))
-        for name, values in ranges.items():
+    def fuzz(self) -> dict[str, Range]:
+        ranges = {}
+        for name, table in self.items("fuzz"):
             key = f"fuzz.{name}"
-            if not isinstance(values, list) or not values:
-                raise self.error(key, "[lo, hi] for an axis, a list of values otherwise", values)
-            if name in self.options or name in self.scalars:
-                default = {**self.scalars, **self.options}[name]
-                ranges[name] = [self.like(key, default, v) for v in values]
+            constants = {**self.scalars, **self.options, "exact": False}
+            if name in constants:
+                default = constants[name]
             elif name in self.axes or name in self.used_axes:
-                if not all(_is_int(v) and v >= 0 for v in values):
-                    raise self.error(key, "integers, 0 or more", values)
+                default = 0
             else:
-                raise self.error(key, "the name of an axis, scalar or option", name)
+                raise self.error(key, "the name of an axis, scalar or option, or exact", name)
+            if isinstance(table, list):  # [lo, hi] for an axis
+                pair = name not in constants and len(table) == 2
+                bounds = dict(zip(("lo", "hi"), table, strict=True)) if pair else {}
+                table = bounds or {"values": table}
+            ranges[name] = self.range(key, default, table)
         return ranges
+
+    def range(self, key: str, default: object, table: object) -> Range:
+        expected = (
+            "a list of values, [lo, hi] for an axis, { values, sim } or { lo, hi, step, sim, most }"
+        )
+        if not isinstance(table, dict) or ("values" in table) == ("lo" in table and "hi" in table):
+            raise self.error(key, expected, table)
+        known = ("values", "sim") if "values" in table else ("lo", "hi", "step", "sim", "most")
+        self.known(key, table, known)
+        for entry in table.keys() - {"values"}:
+            if not _is_int(table[entry]) or table[entry] < (entry in ("step", "most")):
+                raise self.error(f"{key}.{entry}", "an integer, 0 or more", table[entry])
+        if "values" in table:
+            values = table["values"]
+            if not isinstance(values, list) or not values:
+                raise self.error(key, expected, values)
+            made = Range(tuple(self.like(key, default, v) for v in values), sim=table.get("sim"))
+        else:
+            made = Range(**table)
+            kind = str if made.most else int
+            if type(default) is not kind:
+                raise self.error(key, f"a {type(default).__name__}, as its default", table)
+        smallest = min(made.values, default=0) if made.values and _is_int(default) else made.lo
+        if (made.sim is not None and made.sim < smallest) or (
+            not made.values and made.hi < made.lo
+        ):
+            raise self.error(key, "at least one value, in the simulator too", table)
+        return made
 
     def mutants(self) -> tuple[Mutant, ...]:
         mutants = []
