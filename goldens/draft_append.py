@@ -36,6 +36,19 @@ def inputs(
     }
 
 
+def derived(*, rows: int, groups: int, half: int, slots: int, heads: int = 0) -> dict[str, int]:
+    """heads is drawn as those of a group, slots as those that no row takes."""
+    entry = 4 * groups * half
+    heads *= groups
+    return {
+        "heads": heads,
+        "size": 2 * half,
+        "entry": entry,
+        "width": 2 * heads * half + entry,
+        "slots": rows + slots,
+    }
+
+
 def reference(
     *,
     qkv: np.ndarray,
@@ -55,7 +68,7 @@ def reference(
         total = total + part  # fp32, in ascending order, as the kernel adds them
     rows, size = len(total), len(k_weight)
     groups = cache.shape[1] // (2 * size)
-    x = Rounding(BF16).act(total.astype(np.float64)).reshape(rows, -1, size)
+    x = Rounding(BF16).act(total.astype(np.float64)).reshape(rows, total.shape[1] // size, size)
     heads = x.shape[1] - 2 * groups
     placed = (position >= 0) & (position < len(cos))
     mapped = (slot >= 0) & (slot < len(cache))

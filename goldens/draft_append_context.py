@@ -18,6 +18,9 @@ def inputs(
     return {"kv": made.pop("qkv"), **made}
 
 
+derived = draft_append.derived
+
+
 def reference(
     *,
     kv: np.ndarray,

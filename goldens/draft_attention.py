@@ -65,6 +65,24 @@ def inputs(
     }
 
 
+def derived(
+    *, prefixes: str, rows: int, groups: int, heads: int, size: int, page_size: int,
+    max_pages: int, values: str,
+) -> dict[str, int | bool]:  # fmt: skip
+    """rows and heads are drawn as those of a request and a group, max_pages as what is beyond what
+    the longest context needs."""
+    pages = [-(-int(part) // page_size) for part in prefixes.split(",")]
+    return {
+        "requests": len(pages),
+        "rows": rows * len(pages),
+        "heads": heads * groups,
+        "entry": 2 * groups * size,
+        "max_pages": max(1, *pages) + max_pages,
+        "cached": page_size * (sum(pages) + 2),
+        "exact": values in ("uniform", "one_hot"),
+    }
+
+
 def _rows(rng: Stream, values: str, prefix: int, slots: int, groups: int, size: int) -> np.ndarray:
     shape = (prefix + slots, 2 * groups * size)
     if values == "uniform":

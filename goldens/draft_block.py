@@ -14,11 +14,16 @@ def inputs(rng: Stream, *, requests: int, vocabulary: int) -> dict[str, np.ndarr
     }
 
 
+def derived(*, slots: int) -> dict[str, int]:
+    return {"block_size": slots}
+
+
 def reference(
     *, root_tokens: np.ndarray, prefix_len: np.ndarray, mask_token: int, block_size: int
 ) -> dict[str, np.ndarray]:
     like = {"mask_token_id": mask_token, "block_size": block_size}
+    tokens = [dflash.block_tokens(int(root), like) for root in root_tokens]
     return {
-        "tokens": np.stack([dflash.block_tokens(int(root), like) for root in root_tokens]),
+        "tokens": np.array(tokens, np.int64).reshape(len(root_tokens), block_size),
         "position": prefix_len[:, None] + np.arange(block_size),
     }

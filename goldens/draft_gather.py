@@ -39,6 +39,16 @@ def inputs(
     }
 
 
+def derived(
+    *, requests: int, rows: int, room: int, max_pages: int, page_size: int, pattern: str
+) -> dict[str, int]:
+    """rows are drawn as a request's, max_pages as what is beyond the room. "edges" is about the
+    first six requests."""
+    requests = max(requests, 6) if pattern == "edges" else requests
+    pages = max_pages - (-room // page_size)
+    return {"requests": requests, "rows": requests * rows, "max_pages": pages}
+
+
 def reference(
     *,
     taps: np.ndarray,

@@ -10,6 +10,10 @@ def inputs(rng: Stream, *, ranks: int, rows: int, width: int, dtype: str) -> dic
     return {"parts": round_to(rng.bell((ranks, rows, width)), to)}
 
 
+def derived(*, ranks: int, width: int) -> dict[str, int]:
+    return {"columns": ranks * width}
+
+
 def reference(*, parts: np.ndarray) -> dict[str, np.ndarray]:
     """whole [rows, ranks * width]."""
     return {"whole": np.concatenate(list(parts.astype(np.float64)), axis=1)}

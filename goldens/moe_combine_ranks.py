@@ -32,6 +32,14 @@ def inputs(
     return {**made, "parts": parts}
 
 
+def derived(
+    *, ranks: int, rows: int, top_k: int, count: int, slots: int, routing: str
+) -> dict[str, int | str]:
+    """count is drawn as the experts of a rank, slots as those behind the last row."""
+    made = moe_combine.derived(rows=rows, top_k=top_k, count=ranks * count, routing=routing)
+    return {**made, "count": ranks * count, "slots": made["slots"] + slots}
+
+
 def reference(
     *, parts: np.ndarray, experts: np.ndarray, expert_weights: np.ndarray, count: int
 ) -> dict[str, np.ndarray]:

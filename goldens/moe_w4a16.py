@@ -66,7 +66,7 @@ def inputs(
 
 
 def derived(
-    *, rows: int, top_k: int, count: int, hidden: int, inner: int, width: int, routing: str
+    *, rows: int, top_k: int, count: int, hidden: int, inner: int, routing: str, width: int = 8
 ) -> dict[str, int | str]:
     made = moe_route.derived(rows=rows, top_k=top_k, count=count, routing=routing, width=width)
     sizes = {"slots": rows * made["top_k"], "gate_up_rows": 2 * inner}

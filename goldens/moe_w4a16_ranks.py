@@ -5,7 +5,17 @@ import numpy as np
 from goldens import moe_w4a16
 from goldens.moe_w4a16 import inputs
 
-__all__ = ["inputs", "reference"]
+__all__ = ["derived", "inputs", "reference"]
+
+
+def derived(
+    *, ranks: int, rows: int, top_k: int, count: int, hidden: int, inner: int, routing: str
+) -> dict[str, int | str]:
+    """count is drawn as the experts of a rank."""
+    made = moe_w4a16.derived(
+        rows=rows, top_k=top_k, count=ranks * count, hidden=hidden, inner=inner, routing=routing
+    )
+    return {**made, "count": ranks * count}
 
 
 def reference(

@@ -11,6 +11,11 @@ def inputs(rng: Stream, *, rows: int, hidden: int, width: int) -> dict[str, np.n
     return {"x": round_to(x, np.float32), "taps": round_to(rng.bell((rows, width)), BF16)}
 
 
+def derived(*, hidden: int, tap: int, width: int) -> dict[str, int]:
+    """width is drawn as the number of taps behind this one."""
+    return {"width": hidden * (tap + 1 + width)}
+
+
 def reference(*, x: np.ndarray, taps: np.ndarray, tap: int) -> dict[str, np.ndarray]:
     out, hidden = taps.copy(), x.shape[1]
     out[:, tap * hidden : (tap + 1) * hidden] = round_to(x.astype(np.float64), BF16)

@@ -5,7 +5,19 @@ import numpy as np
 from goldens import tree_verify_mla
 from goldens.tree_verify_mla import inputs
 
-__all__ = ["inputs", "reference"]
+__all__ = ["derived", "inputs", "reference"]
+
+
+def derived(
+    *, prefixes: str, nodes: str, rows: int, words: int, max_pages: int, rank: int, page_size: int,
+    values: str, ranks: int, heads: int,
+) -> dict[str, int | str | bool]:  # fmt: skip
+    """heads is drawn as those of a rank."""
+    made = tree_verify_mla.derived(
+        prefixes=prefixes, nodes=nodes, rows=rows, words=words, max_pages=max_pages, rank=rank,
+        page_size=page_size, values=values,
+    )  # fmt: skip
+    return {**made, "heads": ranks * heads}
 
 
 def reference(

@@ -262,6 +262,11 @@ def test_a_failure_that_does_not_always_come_is_kept(scale):
 # -- the specs of this project ---------------------------------------------------------------------
 
 
+def test_every_kernel_spec_has_a_fuzz_table():
+    specs = [spec.load(path) for path in spec.discover(ROOT)]
+    assert [s.stem for s in specs if s.stage == "kernel" and not s.fuzz] == []
+
+
 def test_the_command_is_there():
     done = subprocess.run(
         [sys.executable, "-m", "harness.cli", "fuzz", "--help"],
