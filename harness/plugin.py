@@ -192,7 +192,7 @@ class Seat:
         with contextlib.ExitStack() as stack:
             words = stack.enter_context(self.words.open("w")) if self.words else None
             if words:
-                print(json.dumps({"id": case_id}), file=words, flush=True)
+                print(json.dumps({"id": case_id, "pid": os.getpid()}), file=words, flush=True)
                 faulthandler.enable(words)
             stop = alarm(limit_s, on_timeout, words)
 

@@ -80,6 +80,7 @@ class Result:
     bound: float | None = None
     headroom: float | None = None  # share of the allowance used; None where the match is exact
     message: str = ""
+    bits: str = ""  # digest of what was written, to compare GPUs and runs
 
 
 @dataclass(frozen=True)
