@@ -66,8 +66,8 @@ def reference(
     total = qkv[0]
     for part in qkv[1:]:
         total = total + part  # fp32, in ascending order, as the kernel adds them
-    rows, size = len(total), len(k_weight)
-    groups = cache.shape[1] // (2 * size)
+    rows, size, entry = len(total), len(k_weight), cache.shape[1]
+    groups = entry // (2 * size)
     x = Rounding(BF16).act(total.astype(np.float64)).reshape(rows, total.shape[1] // size, size)
     heads = x.shape[1] - 2 * groups
     placed = (position >= 0) & (position < len(cos))
@@ -87,8 +87,8 @@ def reference(
     good = placed & mapped
     out, magnitude = cache.astype(np.float64), np.zeros(cache.shape)
     unit = unit_roundoff(np.float32)
-    out[slot[good]] = np.concatenate([k, v], axis=1).reshape(rows, -1)[good]
-    sizes = np.concatenate([k_size, np.zeros(v.shape)], axis=1).reshape(rows, -1)
+    out[slot[good]] = np.concatenate([k, v], axis=1).reshape(rows, entry)[good]
+    sizes = np.concatenate([k_size, np.zeros(v.shape)], axis=1).reshape(rows, entry)
     magnitude[slot[good]] = unit * sizes[good]
     there = good[:, None, None]
     padding = slot == -1
