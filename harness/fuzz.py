@@ -81,11 +81,13 @@ def explore(
     examples: int | None = None,
     seconds: float | None = None,
     kernel: Any = None,
+    shared: str = "",
     tell: Callable[[str], None] = lambda case: None,
 ) -> Outcome:
     """Draw and judge until `examples` cases or `seconds` are used up, or one fails.
 
     `tell` gets every case before it is judged, as TOML. The same seed draws the same cases.
+    `shared` are the UUIDs of GPUs on which other workers take turns with this one.
     """
     import hypothesis
     from hypothesis.internal.conjecture import providers
@@ -95,6 +97,8 @@ def explore(
     vars(providers)["is_local_module_file"] = lambda path: False
 
     search = _Search(spec, device == "sim", kernel, tell)
+    if shared:
+        search.turn = lambda: devices.turn(shared)
     start = time.monotonic()
     search.deadline = math.inf if seconds is None else start + seconds
     search.left = DRAWS if examples is None else examples
@@ -154,6 +158,7 @@ class _Search:
     def __init__(self, spec: Spec, simulated: bool, kernel: Any, tell: Callable[[str], None]):
         self.spec, self.simulated, self.kernel, self.tell = spec, simulated, kernel, tell
         self.deadline, self.left = math.inf, 0
+        self.turn: Callable[[], Any] = contextlib.nullcontext
         self.known: set[str] = set()  # cases that passed
         self.judged = self.refused = 0
         self.values: dict[str, list[Any]] = {name: [] for name in spec.fuzz}
@@ -172,7 +177,9 @@ class _Search:
         if text in self.known:
             return
         self.tell(text)
-        verdict = fault or run.run_case(self.spec, case, kernel=self.kernel, drawn=True)
+        verdict = fault or run.run_case(
+            self.spec, case, kernel=self.kernel, turn=self.turn, drawn=True
+        )
         if self.verdict is None:
             self.left -= 1
             for name, value in values.items():
@@ -440,7 +447,9 @@ class Fuzz:
                             lease = self.leases.take()
                         environ[devices.VISIBLE] = lease.visible
                     worker = _Worker(self.root, environ)
-                outcome = worker.explore(job)
+                crowded = self.workers > len(self.choice.gpus)
+                shared = lease.visible if lease and crowded else ""
+                outcome = worker.explore({**job, "shared": shared})
                 lost = outcome.status in ("CRASHED", "TIMEOUT") and self.choice.device == "cuda"
                 if lost or worker.process.poll() is not None:
                     worker.close()
