@@ -27,6 +27,7 @@ from goldens.numerics import BF16, Stream, pack_int4, quantise, round_to
 
 NAMES = ("tiny-fp32", "tiny-int4", "tiny2-fp32", "tiny2-int4", "tiny_k26", "k26_sample")
 MICRO = "micro-fp32"  # two dense layers: small enough to decode in the simulator, and only for that
+MICRO_INT4 = "micro2-int4"  # a dense and a MoE layer: for whole passes in the simulator
 DRAFTED = "-dflash"  # a target and its drafter: tiny-int4-dflash is tiny-int4 and more tensors
 PINNED = Path(__file__).parent / "pinned"
 STEPS = 32  # golden tokens a prompt
@@ -123,6 +124,23 @@ _SHAPES = {
         "num_experts_per_tok": 2,
         "max_position_embeddings": 4096,
     },
+    "micro2": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+    },
     "k26": {
         "vocab_size": 163840,
         "hidden_size": 7168,
@@ -204,7 +222,7 @@ def shape_of(name: str) -> str:
 def _split(name: str) -> tuple[str, str]:
     """Shape and rule of quantisation: tiny-int4 -> tiny, int4."""
     name = name.removesuffix(DRAFTED)
-    if name not in (*NAMES, MICRO, *_SHAPES):
+    if name not in (*NAMES, MICRO, MICRO_INT4, *_SHAPES):
         raise KeyError(f"no bundle {name!r}; there are {', '.join(NAMES)}")
     shape, _, rule = name.replace("_k26", "-k26").partition("-")
     return shape, rule
@@ -313,7 +331,7 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     shape_name, rule = _split(name)
     if name.endswith(DRAFTED):
         return tensors(name.removesuffix(DRAFTED)) | _drafter(name)
-    if name not in (*NAMES, MICRO):
+    if name not in (*NAMES, MICRO, MICRO_INT4):
         raise KeyError(f"{name!r} is a shape without weights; bundles are {', '.join(NAMES)}")
     made: dict[str, np.ndarray] = {}
     for tensor, shape in shapes(config(name)):

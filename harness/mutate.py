@@ -236,7 +236,7 @@ class Examination:
                 return {"outcome": EQUIVALENT, "why": mutant.reason}
             return {"outcome": SURVIVED, "why": f"{len(runs)} cases pass"}
         found = {"outcome": KILLED, "case": last["case"], "verdict": last["status"]}
-        if mutant.operator == "named" and (excess := _number(last["excess"])) is not None:
+        if (excess := _number(last["excess"])) is not None:
             found["excess"] = _rounded(excess)
         if mutant.reason:
             found["why"] = f"it is said to change nothing: {mutant.reason}"
@@ -348,17 +348,16 @@ def calibration(spec: Spec, content: Mapping[str, Any]) -> dict[str, Any] | None
     """The bound from both sides; None for a spec without one.
 
     honest: the largest share of the bound that the kernel uses. least: the named mutant that comes
-    nearest to the bound from outside, by its worst element in the case that killed it. One that
-    leaves NaN, or unwritten or foreign memory behind is beyond any bound.
+    nearest to the bound from outside, by its worst element in the case that killed it (where the
+    spec names none, of the others). One that leaves NaN, or unwritten or foreign memory behind is
+    beyond any bound.
     """
     if not any(bounded(spec, spec.cases[h["case"]]) for h in content["honest"]):
         return None
     rooms = [float(h["headroom"]) for h in content["honest"] if h["headroom"] is not None]
-    excess = {
-        row["name"]: float(row.get("excess", "inf"))
-        for row in content["mutants"]
-        if row["operator"] == "named" and row["outcome"] == KILLED
-    }
+    dead = [row for row in content["mutants"] if row["outcome"] == KILLED]
+    dead = [row for row in dead if row["operator"] == "named"] or dead
+    excess = {row["name"]: float(row.get("excess", "inf")) for row in dead}
     honest = max(rooms, default=0.0)
     found: dict[str, Any] = {"honest": _rounded(honest)}
     if excess:
