@@ -23,6 +23,8 @@ A drafter (engine.draft) proposes on the host, or has launches of its own:
   prefilled(request, plan, start, count)
                                   after each pass over a prompt: positions start .. start + count
                                   of that request are the plan's rows
+  check(step)                     after each round: RuntimeError if a launch found a fault
+and, if it reads the target's hidden states, `taps`: the layers of which plan.taps has the stream.
 """
 
 import time
@@ -234,6 +236,8 @@ class Step:
                         f"{where}, node {code // 16}: {name} gives status {code % 16}, see "
                         "greedy_accept and cache_commit"
                     )
+        if hasattr(self.decoder.drafter, "check"):
+            self.decoder.drafter.check(self)
         return seconds
 
 
@@ -279,6 +283,7 @@ class Decoder:
         self.model = Model(
             weights, config, rows=max(rows, min(context, PREFILL_ROWS)), requests=requests,
             positions=context + self.budget + 1, page_size=page_size, group=group,
+            taps=getattr(self.drafter, "taps", ()),
         )  # fmt: skip
         drafts = (requests, self.length, self.k)
         self.proposals = _Packed(log_probs=(drafts, "float32"), tokens=(drafts, "int32"))

@@ -161,6 +161,30 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class DraftLayer:
+    """Weights of a drafter's layer, all bf16."""
+
+    input_norm: Any
+    qkv: Matrix  # q_proj over k_proj over v_proj
+    kv: Matrix  # the last two of these: the context has no queries
+    q_norm: Any  # [size]
+    k_norm: Any
+    o: Matrix
+    post_norm: Any
+    mlp: Mlp
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Weights of a drafter. Embedding and head are the target's."""
+
+    fc: Any  # [hidden, taps hidden]
+    hidden_norm: Any
+    layers: list[DraftLayer]
+    norm: Any  # [hidden], in the dtype of the target's activations: its head reads the result
+
+
+@dataclass(frozen=True)
 class Window:
     """The rows of one forward pass, on the device; rows of all requests are packed."""
 

@@ -24,6 +24,7 @@ from engine.kernels.argmax import CHUNKS, argmax
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.slot_mapping import slot_mapping
+from engine.kernels.tap import tap
 from engine.layers import Buffers, Config, Launch, Window
 from engine.prepared import Prepared, prepare
 
@@ -73,6 +74,7 @@ class Plan:
     sites: list[str]  # names of the launches that set a status
     launches: list[Launch]
     direct: bool = False  # never as a graph
+    taps: Any = None  # bf16 [rows, taps hidden], x after each tap layer, if the model has any
     starts: list[int] = field(default_factory=list)  # first row of each request, of the last pass
     _graph: Any = field(default=None, repr=False)
 
@@ -132,8 +134,10 @@ class Model:
         page_size: int = 16,
         pages: int | None = None,
         group: Any = None,
+        taps: Sequence[int] = (),
     ):
         """weights: a bundle's tensors by name, in host or device memory, or prepared.
+        taps: layers behind which every pass keeps the residual stream, for a drafter.
         group: this rank of several, see engine/parallel.py; all ranks do the same passes, and have
         the same results.
 
@@ -147,7 +151,9 @@ class Model:
         max_pages = cdiv(positions, page_size)
         if not isinstance(weights, Prepared):
             weights = prepare(weights, config, group=group)
-        self.group = group
+        self.group, self.taps = group, list(taps)
+        if not all(0 <= layer < len(weights.layers) for layer in taps):
+            raise ValueError(f"model: taps {list(taps)} of {len(weights.layers)} layers")
         self.weights, self.act = weights, weights.act
         self.layers = weights.layers
         self.cos, self.sin = (to_device(t) for t in rope_tables(config, positions))
@@ -216,6 +222,10 @@ class Model:
         """Make the first `nodes` nodes of the last window, a path, part of the prefix."""
         self.prefix_len[request] += nodes
 
+    def prefixes(self, requests: int) -> Any:
+        """int32 [requests]: the prefix_len of every plan for so many requests."""
+        return self._buffers.view("prefix_len", requests, dtype="int32")
+
     def release(self, request: int) -> None:
         """Forget a request; its pages are free again."""
         self.prefix_len[request] = 0
@@ -246,7 +256,7 @@ class Model:
             rows=rows,
             requests=requests,
             row_start=b.view("row_start", requests + 1, dtype="int32"),
-            prefix_len=b.view("prefix_len", requests, dtype="int32"),
+            prefix_len=self.prefixes(requests),
             depth=b.view("depth", rows, dtype="int32"),
             ancestors=b.view("ancestors", rows, words, dtype="uint32"),
             page_table=self.cache.page_table[:requests],
@@ -278,11 +288,19 @@ class Model:
             ),
             Launch("norm", partial(rms_norm, x, norms[0], eps=eps, y=h)),
         ]  # fmt: skip
+        taps = None
+        if self.taps:
+            taps = b.view("taps", rows, len(self.taps) * hidden, dtype="bfloat16")
         for i, layer in enumerate(self.layers):
             launches += layers.decoder_layer(
                 f"layer{i}", x, h, layer, norms[i + 1], self.cache.layer(i), window, config, b,
                 self.group,
             )  # fmt: skip
+            launches += [
+                Launch(f"layer{i}.tap", partial(tap, x, tap=n, taps=taps))
+                for n, tapped in enumerate(self.taps)
+                if tapped == i
+            ]
         launches += [
             *self._head(h, logits),
             Launch(
@@ -298,7 +316,9 @@ class Model:
         if len(sites) < count:  # dense layers have no router
             status = status[: len(sites)]
         direct = self.group is not None and not self.group.captured
-        return Plan(window, tokens, x, logits, token, status, sites, launches, direct=direct)
+        return Plan(
+            window, tokens, x, logits, token, status, sites, launches, direct=direct, taps=taps
+        )
 
     def _head(self, h: Any, logits: Any) -> list[Launch]:
         head, b = self.weights.head, self._buffers

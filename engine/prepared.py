@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import copy_to_device, empty, to_device, to_host
-from engine.layers import Attention, Config, Layer, Matrix, Mlp, Moe
+from engine.layers import Attention, Config, Drafter, DraftLayer, Layer, Matrix, Mlp, Moe
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,34 @@ def prepare(
         layers=[_layer(source, index, config) for index in chosen],
         final_norm=source.device("model.norm.weight"),
         head=source.share("lm_head.weight", 2),
+    )
+
+
+def prepare_drafter(weights: Mapping[str, Any], config: Config, act: str) -> Drafter:
+    """The drafter among a bundle's tensors (`drafter.*`); act: the target's activations."""
+    source, drafter = _Source(weights, None), config["drafter"]
+    queries = drafter["num_attention_heads"] * drafter["head_dim"]
+
+    def layer(name: str) -> DraftLayer:
+        attention = f"{name}.self_attn"
+        qkv = source.matrix(*(f"{attention}.{which}_proj" for which in "qkv"))
+        kv = qkv.w[queries:]
+        return DraftLayer(
+            input_norm=source.device(f"{name}.input_layernorm.weight"),
+            qkv=qkv,
+            kv=Matrix(kv.shape[0], kv.shape[1], w=kv),
+            q_norm=source.device(f"{attention}.q_norm.weight"),
+            k_norm=source.device(f"{attention}.k_norm.weight"),
+            o=source.matrix(f"{attention}.o_proj"),
+            post_norm=source.device(f"{name}.post_attention_layernorm.weight"),
+            mlp=source.mlp(f"{name}.mlp"),
+        )
+
+    return Drafter(
+        fc=source.device("drafter.fc.weight"),
+        hidden_norm=source.device("drafter.hidden_norm.weight"),
+        layers=[layer(f"drafter.layers.{i}") for i in range(drafter["num_hidden_layers"])],
+        norm=to_device(source.host("drafter.norm.weight").astype(act)),
     )
 
 

@@ -196,7 +196,7 @@ def config(name: str) -> dict[str, Any]:
     if name == "k26_sample":
         return public_config(PINNED)
     shape, _ = _split(name)
-    made = {**_COMMON, **_SHAPES[shape]}
+    made: dict[str, Any] = {**_COMMON, **_SHAPES[shape]}
     made["num_key_value_heads"] = made["num_attention_heads"]
     made["rope_scaling"] = dict(_ROPE_SCALING)
     if name.endswith(DRAFTED):

@@ -334,7 +334,8 @@ def main(shapes: list[str]) -> None:
         config = bundles.config(f"{name}-dflash")
         made = train(bundles.weights(name), config, Stream("calibrate", shape))
         path = bundles.PINNED / f"drafter_{shape}.npz"
-        np.savez_compressed(path, **{n: v.view(np.uint16) for n, v in made.items()})
+        bits: dict[str, Any] = {name: value.view(np.uint16) for name, value in made.items()}
+        np.savez_compressed(path, **bits)
         print(f"{path}: {path.stat().st_size} bytes")
 
 

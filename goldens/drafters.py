@@ -1,4 +1,4 @@
-"""Drafters that need no training: `replay` knows the answer, `ngram` looks it up in the text.
+"""Drafters: `replay` knows the answer, `ngram` looks it up in the text, `dflash` reads the target.
 
 A drafter has `length`, the number of positions L that it drafts, and
 
@@ -10,15 +10,18 @@ generated, the root of the next tree last), most probable first; -inf and -1 whe
   observe(request, hidden)
 
 follows every commit with the target's residual stream [layers + 1, t, hidden] of the t tokens that
-joined the cache; a drafter that reads the target's hidden states keeps them, these two do not.
+joined the cache; a drafter that reads the target's hidden states keeps what it needs of them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from goldens import dflash, draft_top_k
+from goldens.model import Config, Weights
 from goldens.numerics import Stream
+from goldens.rounding import Rounding
 
 
 class Replay:
@@ -126,3 +129,45 @@ class Ngram:
 
     def observe(self, request: int, hidden: np.ndarray) -> None:
         """The text is all it reads."""
+
+
+class DFlash:
+    """The drafter of a bundle (goldens.dflash); one object for one run.
+
+    Context rows are made when their token joins the text, and kept; a block's are not. Proposals
+    are those of draft_top_k, for logits in float32.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, np.ndarray] | Weights,
+        config: Config,
+        rounding: Rounding = dflash.FAITHFUL,
+    ):
+        if "drafter" not in config:
+            raise ValueError("this bundle has no drafter: kdtr bundle make NAME --drafter adds one")
+        self.weights, self.config, self.rounding = Weights.of(weights), config, rounding
+        self.length = config["drafter"]["block_size"] - 1
+        self.contexts: dict[int, np.ndarray] = {}  # [layers, P, 2 G D] of each request
+
+    def propose(self, request: int, text: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """ValueError if the context is not that of all tokens before the root."""
+        context = self.contexts[request]
+        if context.shape[1] != len(text) - 1:
+            raise ValueError(f"dflash: context of {context.shape[1]} for a text of {len(text)}")
+        logits = dflash.block_logits(
+            int(text[-1]), context, self.weights, self.config, self.rounding
+        )
+        done = draft_top_k.reference(logits=logits.astype(np.float32)[None], top_k=k)
+        if done["status"].any():
+            raise ArithmeticError(f"dflash: request {request} has logits of no distribution")
+        return done["log_probs"][0], done["tokens"][0]
+
+    def observe(self, request: int, hidden: np.ndarray) -> None:
+        """hidden [layers + 1, t, hidden] of the tokens that joined the text."""
+        layers, width = dflash.sizes(self.config)
+        before = self.contexts.get(request, np.zeros((layers, 0, width)))
+        rows = dflash.context_rows(
+            hidden, self.weights, self.config, before.shape[1], self.rounding
+        )
+        self.contexts[request] = np.concatenate([before, rows], axis=1)
