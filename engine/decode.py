@@ -266,7 +266,7 @@ class Decoder:
             raise ValueError(f"decode: mode {mode!r}, expected one of {', '.join(MODES)}")
         if budget < 0:
             raise ValueError(f"decode: budget {budget}, expected 0 or more")
-        self.drafter = None if mode == "ar" or budget == 0 else drafter
+        self.drafter: Any = None if mode == "ar" or budget == 0 else drafter
         self.length = 1 if self.drafter is None else self.drafter.length
         self.budget = 0 if mode == "ar" else budget
         self.k = 1 if mode == "chain" else max(1, min(self.budget, config["vocab_size"]))
