@@ -594,6 +594,8 @@ class _Pace:
 def decode_runs(
     text,
     prompt_start,
+    limits,
+    eos,
     log_probs,
     guesses,
     *,
@@ -601,9 +603,14 @@ def decode_runs(
     length: int,
     chain: bool,
     ngram: bool,
+    context: int,
+    temperature: float,
+    seed: int,
+    slope: float,
     weights: Mapping[str, Any],
     config: Config,
     tokens,
+    ended,
     trees,
     parents,
     accepted,
@@ -613,9 +620,11 @@ def decode_runs(
 ) -> None:
     """A whole run as a launcher, for specs of stage decode. Allocates: it stands for a process.
 
-    text [tokens] int32, request r from prompt_start[r]; log_probs fp32 and guesses int32
-    [requests, new, k], tables for engine.draft.Replay; ngram: that drafter instead. Written: tokens
-    [requests, new], trees and parents [requests, new, budget + 1], accepted
+    text [tokens] int32, request r from prompt_start[r], may generate limits[r]; eos [1] int32, -1
+    for none; log_probs fp32 and guesses int32 [requests, new, k], tables for engine.draft.Replay;
+    ngram: that drafter instead; context: 0 for what the model allows; slope: what a node costs, as
+    a share of a round without nodes, 0 for a fixed budget. Written: tokens [requests, new], ended
+    [requests] (0 eos, 1 limit, 2 context), trees and parents [requests, new, budget + 1], accepted
     [requests, new, length + 1] int32, -1 where unused; cache [requests, layers, rows, rank + rope]
     and logits [requests, new, vocab] fp32, 0 where unused.
     """
@@ -626,28 +635,30 @@ def decode_runs(
     )
     if ngram:
         drafter = Ngram(length)
-    mode = "chain" if chain else "tree"
-    new = tokens.shape[1]
     runs = decode(
-        weights, config, prompts, drafter, budget=budget, max_new=new, mode=mode, eos=(),
-        page_size=4,
+        weights, config, prompts, drafter, budget=budget, max_new=to_host(limits).tolist(),
+        mode="chain" if chain else "tree", eos=[t for t in to_host(eos).tolist() if t >= 0],
+        context=context or None, temperature=temperature, seed=seed,
+        costs=1 + slope * np.arange(budget + 1) if slope else None, page_size=4,
     )  # fmt: skip
+    outputs = {
+        "tokens": tokens, "trees": trees, "parents": parents, "accepted": accepted, "cache": cache,
+        "logits": logits,
+    }  # fmt: skip
     made = {
         name: np.full(tuple(array.shape), -1 if array.dtype == np.int32 else 0, array.dtype)
-        for name, array in (
-            ("tokens", tokens), ("trees", trees), ("parents", parents), ("accepted", accepted),
-            ("cache", cache), ("logits", logits),
-        )
-    }  # fmt: skip
+        for name, array in outputs.items()
+    }
     for r, run in enumerate(runs):
-        made["tokens"][r] = run.tokens
+        count = len(run.tokens)
+        made["tokens"][r, :count], made["logits"][r, :count] = run.tokens, run.logits
         for i, done in enumerate(run.rounds):
             made["trees"][r, i, : len(done.tokens)] = done.tokens
             made["parents"][r, i, : len(done.tokens)] = done.parents
             made["accepted"][r, i, : len(done.accepted)] = done.accepted
         if run.cache is not None:
             made["cache"][r, :, : run.cache.shape[1]] = run.cache.astype(np.float32)
-        made["logits"][r] = run.logits
-    outputs = (tokens, trees, parents, accepted, cache, logits)
-    for array, out in zip(made.values(), outputs, strict=True):
-        copy_to_device(array, out)
+    for name, out in outputs.items():
+        copy_to_device(made[name], out)
+    why = [(EOS, MAX_NEW, CONTEXT).index(run.ended) for run in runs]
+    copy_to_device(np.array(why, np.int32), ended)

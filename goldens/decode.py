@@ -152,7 +152,8 @@ def decode(
         lap("prefill")
 
     while any(not request.ended for request in requests):
-        floors = pace.floors(budget + 1)
+        nodes = pace.size(sizes(budget + 1))  # of a tree in this round, at most
+        floors = pace.floors(nodes)
         for number, request in enumerate(requests):
             if request.ended:
                 continue
@@ -161,7 +162,7 @@ def decode(
             proposals = nothing(1, k) if not budget else drafter.propose(number, text, k)
             lap("draft")
             log_probs, tokens = (array[: max(room - 1, 0)] for array in proposals)
-            tree = grown(text[-1], log_probs, tokens, budget, floors)
+            tree = grown(text[-1], log_probs, tokens, nodes - 1, floors)
             lap("build")
             start = len(text) - 1
             run = forward(
@@ -257,6 +258,11 @@ def accept(tree: Mapping[str, np.ndarray], targets: np.ndarray) -> tuple[np.ndar
     return done["accepted"][0, :count], int(done["next_tokens"][0])
 
 
+def sizes(nodes: int) -> list[int]:
+    """Nodes that the rounds of an adaptive budget have room for: powers of two, then `nodes`."""
+    return [1 << i for i in range(nodes.bit_length()) if 1 << i < nodes] + [nodes]
+
+
 class Pace:
     """Where to stop growing trees, by what rounds cost and what they have brought so far."""
 
@@ -264,9 +270,21 @@ class Pace:
         """costs [n + 1]: time of a round with 0, 1, .. n nodes below the root; None: never stop."""
         self.costs = None if costs is None else np.asarray(costs, np.float64)
         self.tokens, self.time = 0, 0.0
+        self.widest = 0  # nodes of the largest tree since `size`, the root included
+
+    def size(self, rooms: Iterable[int]) -> int:
+        """Which of these numbers of nodes the next round has room for: the smallest that holds
+        twice the last round's largest tree. An engine pays for rows that it launches, not for the
+        ones that a tree fills, and must know their number before the tree is grown."""
+        wanted, self.widest = 2 * self.widest, 0
+        most = max(rooms)
+        if self.costs is None or not wanted:
+            return most
+        return min((room for room in rooms if room >= wanted), default=most)
 
     def spend(self, nodes: int, tokens: int) -> None:
         """A round with `nodes` below the root brought `tokens`."""
+        self.widest = max(self.widest, nodes + 1)
         self.tokens += tokens
         self.time += 0.0 if self.costs is None else float(self.costs[nodes])
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from goldens import bundles
-from goldens.decode import decode
+from goldens.decode import CONTEXT, EOS, MAX_NEW, decode
 from goldens.drafters import Ngram, Replay, replay_table
 from goldens.forward import forward
 from goldens.model import Weights
@@ -26,26 +26,47 @@ def inputs(
     requests: int,
     new: int,
     k: int,
+    length: int,
     first: int,
     second: int,
     bundle: str,
+    ends: str,
+    temperature: float,
+    seed: int,
     weights: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """The golden prompts, and their continuations as a drafter would guess them that is right
-    first / 100 of the time at rank 0 and second / 100 at rank 1."""
+    first / 100 of the time at rank 0 and second / 100 at rank 1. ends: "together"; "staggered" (the
+    middle request may generate half as much); "eos" (a token that the middle one alone says, amid a
+    path if all is accepted, ends it)."""
     prompts = bundles.prompts(bundle)[:requests]
-    ready = Weights.of(weights)
-    runs = decode(ready, config, prompts, None, budget=0, max_new=new, mode="ar", eos=())
+    runs = decode(
+        Weights.of(weights), config, prompts, None, budget=0, max_new=new, mode="ar", eos=(),
+        temperature=temperature, seed=seed,
+    )  # fmt: skip
     accuracy = (first / 100, second / 100)
     tables = [
         replay_table(run.tokens, config["vocab_size"], k, accuracy, rng.fork(number))
         for number, run in enumerate(runs)
     ]
+    limits, eos, middle = np.full(requests, new), -1, (requests - 1) // 2
+    if ends == "staggered":
+        limits[middle] = new // 2
+    elif ends == "eos":
+        said = {token for r, run in enumerate(runs) if r != middle for token in run.tokens}
+        own = runs[middle].tokens
+        eos = next(
+            token
+            for i, token in enumerate(own)
+            if i > new // 4 and i % (length + 1) and token not in said and token not in own[:i]
+        )
     lengths = [len(prompt) for prompt in prompts]
     return {
         "text": np.concatenate(prompts).astype(np.int32),
         "prompt_start": np.cumsum([0, *lengths]).astype(np.int32),
+        "limits": limits.astype(np.int32),
+        "eos": np.array([eos], np.int32),
         "log_probs": np.stack([table[0] for table in tables]),
         "guesses": np.stack([table[1] for table in tables]),
     }
@@ -55,16 +76,24 @@ def reference(
     *,
     text: np.ndarray,
     prompt_start: np.ndarray,
+    limits: np.ndarray,
+    eos: np.ndarray,
     log_probs: np.ndarray,
     guesses: np.ndarray,
     budget: int,
     length: int,
     chain: bool,
     ngram: bool,
+    context: int,
+    temperature: float,
+    seed: int,
+    slope: float,
     weights: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Unused entries are -1, or 0 in floats. ngram: that drafter, in place of the tables."""
+    """Unused entries are -1, or 0 in floats. ngram: that drafter, in place of the tables. context:
+    0 means what the model allows. slope: what a node costs, as a share of a round without nodes; 0:
+    the budget is fixed. ended: 0 by eos, 1 by its limit, 2 by the context's end."""
     requests, new = log_probs.shape[:2]
     ready, nodes = Weights.of(weights), budget + 1
     prompts = [text[a:b] for a, b in pairwise(prompt_start)]
@@ -73,7 +102,10 @@ def reference(
         drafter = Ngram(length)
     mode = "chain" if chain else "tree"
     runs = decode(
-        ready, config, prompts, drafter, budget=budget, max_new=new, mode=mode, eos=()
+        ready, config, prompts, drafter, budget=budget, max_new=limits.tolist(), mode=mode,
+        eos=[token for token in eos.tolist() if token >= 0], context=context or None,
+        temperature=temperature, seed=seed,
+        costs=1 + slope * np.arange(budget + 1) if slope else None,
     )  # fmt: skip
     width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     rows = max(len(p) for p in prompts) + new - 1
@@ -81,6 +113,7 @@ def reference(
     logits = np.zeros((requests, new, config["vocab_size"]))
     out = {
         "tokens": np.full((requests, new), -1, np.int32),
+        "ended": np.array([(EOS, MAX_NEW, CONTEXT).index(run.ended) for run in runs]),
         "trees": np.full((requests, new, nodes), -1, np.int32),
         "parents": np.full((requests, new, nodes), -1, np.int32),
         "accepted": np.full((requests, new, length + 1), -1, np.int32),
@@ -90,7 +123,8 @@ def reference(
         "logits.magnitude": np.zeros_like(logits),
     }
     for r, run in enumerate(runs):
-        out["tokens"][r] = run.tokens
+        count = len(run.tokens)
+        out["tokens"][r, :count] = run.tokens
         for i, done in enumerate(run.rounds):
             out["trees"][r, i, : len(done.tokens)] = done.tokens
             out["parents"][r, i, : len(done.tokens)] = done.parents
@@ -100,10 +134,10 @@ def reference(
 
         def floats(rounding: Rounding, run: Any = run, chosen: Any = chosen) -> dict:
             done = forward(ready, config, run.text[:-1], rounding=rounding, chosen=chosen)
-            return {"cache": done["latents"], "logits": done["logits"][-new:]}
+            return {"cache": done["latents"], "logits": done["logits"][-len(run.tokens) :]}
 
         size = companions(floats, ready.activations, Stream("decode_runs", r))
-        out["cache"][r, :, :own], out["logits"][r] = run.cache, run.logits
+        out["cache"][r, :, :own], out["logits"][r, :count] = run.cache, run.logits
         out["cache.magnitude"][r, :, :own] = size["cache"]
-        out["logits.magnitude"][r] = size["logits"]
+        out["logits.magnitude"][r, :count] = size["logits"]
     return out
