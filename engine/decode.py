@@ -293,7 +293,7 @@ class Decoder:
         self.new_prefix_len = empty((requests,), "int32")
         self.first = empty((2, 1), "int32")  # token and status of a prompt's last row
         self.number = to_device(np.arange(requests, dtype=np.int32))
-        if hasattr(self.drafter, "attach"):
+        if self.drafter is not None and hasattr(self.drafter, "attach"):
             self.drafter.attach(self)
         rooms = sizes(self.budget + 1) if adaptive else [self.budget + 1]
         self.steps = {nodes: Step(self, nodes) for nodes in rooms}

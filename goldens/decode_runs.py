@@ -20,6 +20,54 @@ from goldens.numerics import Stream
 from goldens.rounding import Rounding, companions
 
 
+class _Model:
+    """A bundle's weights with what cases have in common: the text that one token at a time gives,
+    and the size of rounding errors along a text. Most cases decode the same texts."""
+
+    def __init__(self, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]):
+        self.tensors, self.weights, self.config = weights, Weights.of(weights), config
+        self._plain: dict[tuple, list] = {}
+        self._errors: dict[tuple, dict[str, np.ndarray]] = {}
+
+    def plain(self, prompts: list[np.ndarray], new: int, temperature: float, seed: int) -> list:
+        key = (*(tuple(p.tolist()) for p in prompts), new, temperature, seed)
+        if key not in self._plain:
+            self._plain[key] = decode(
+                self.weights, self.config, prompts, None, budget=0, max_new=new, mode="ar", eos=(),
+                temperature=temperature, seed=seed,
+            )  # fmt: skip
+        return self._plain[key]
+
+    def errors(self, text: list[int], new: int, number: int) -> dict[str, np.ndarray]:
+        """Magnitudes of cache [layers, t, R + rope] and logits [new, vocab], text [t + 1]."""
+        key = (tuple(text), new, number)
+        if key not in self._errors:
+            chosen = forward(self.weights, self.config, text[:-1])["router_index"]
+
+            def floats(rounding: Rounding) -> dict[str, np.ndarray]:
+                done = forward(
+                    self.weights, self.config, text[:-1], rounding=rounding, chosen=chosen
+                )
+                return {"cache": done["latents"], "logits": done["logits"][-new:]}
+
+            self._errors[key] = companions(
+                floats, self.weights.activations, Stream("decode_runs", number)
+            )
+        return self._errors[key]
+
+
+_models: list[_Model] = []
+
+
+def _model(weights: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> _Model:
+    """The one made earlier for these very weights, if there is one."""
+    for model in _models:
+        if model.tensors is weights:
+            return model
+    _models.append(_Model(weights, config))
+    return _models[-1]
+
+
 def inputs(
     rng: Stream,
     *,
@@ -41,10 +89,7 @@ def inputs(
     middle request may generate half as much); "eos" (a token that the middle one alone says, amid a
     path if all is accepted, ends it)."""
     prompts = bundles.prompts(bundle)[:requests]
-    runs = decode(
-        Weights.of(weights), config, prompts, None, budget=0, max_new=new, mode="ar", eos=(),
-        temperature=temperature, seed=seed,
-    )  # fmt: skip
+    runs = _model(weights, config).plain(prompts, new, temperature, seed)
     accuracy = (first / 100, second / 100)
     tables = [
         replay_table(run.tokens, config["vocab_size"], k, accuracy, rng.fork(number))
@@ -95,14 +140,14 @@ def reference(
     0 means what the model allows. slope: what a node costs, as a share of a round without nodes; 0:
     the budget is fixed. ended: 0 by eos, 1 by its limit, 2 by the context's end."""
     requests, new = log_probs.shape[:2]
-    ready, nodes = Weights.of(weights), budget + 1
+    model, nodes = _model(weights, config), budget + 1
     prompts = [text[a:b] for a, b in pairwise(prompt_start)]
     drafter: Any = Replay(list(log_probs), list(guesses), [len(p) for p in prompts], length)
     if ngram:
         drafter = Ngram(length)
     mode = "chain" if chain else "tree"
     runs = decode(
-        ready, config, prompts, drafter, budget=budget, max_new=limits.tolist(), mode=mode,
+        model.weights, config, prompts, drafter, budget=budget, max_new=limits.tolist(), mode=mode,
         eos=[token for token in eos.tolist() if token >= 0], context=context or None,
         temperature=temperature, seed=seed,
         costs=1 + slope * np.arange(budget + 1) if slope else None,
@@ -129,14 +174,8 @@ def reference(
             out["trees"][r, i, : len(done.tokens)] = done.tokens
             out["parents"][r, i, : len(done.tokens)] = done.parents
             out["accepted"][r, i, : len(done.accepted)] = done.accepted
-        chosen = forward(ready, config, run.text[:-1])["router_index"]
         own = run.cache.shape[1]
-
-        def floats(rounding: Rounding, run: Any = run, chosen: Any = chosen) -> dict:
-            done = forward(ready, config, run.text[:-1], rounding=rounding, chosen=chosen)
-            return {"cache": done["latents"], "logits": done["logits"][-len(run.tokens) :]}
-
-        size = companions(floats, ready.activations, Stream("decode_runs", r))
+        size = model.errors(run.text, count, r)
         out["cache"][r, :, :own], out["logits"][r, :count] = run.cache, run.logits
         out["cache.magnitude"][r, :, :own] = size["cache"]
         out["logits.magnitude"][r, :count] = size["logits"]

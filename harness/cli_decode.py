@@ -26,6 +26,7 @@ from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, sa
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
+MEASURE = "measure"  # of --costs
 ORDER = 3  # tokens of context that the ngram drafter matches at most
 
 
@@ -83,8 +84,9 @@ def decode(
     costs: Annotated[
         str | None,
         typer.Option(
-            metavar="N:T,..",
-            help="Adaptive budget: time T of a round with N nodes, in any unit, linear between.",
+            metavar="N:T,..|measure",
+            help="Adaptive budget: time T of a round with N nodes, in any unit, linear between; "
+            "measure: time the rounds of this model on this device first.",
         ),
     ] = None,
     max_new: Annotated[int, typer.Option(metavar="N", help="Tokens to generate.")] = 32,
@@ -130,8 +132,10 @@ def decode(
     for token in [token for prompt in prompts for token in prompt]:
         if not 0 <= token < vocabulary:
             fail(f"token {token} is not one of the {vocabulary} of {path}", 2)
-    curve = None if costs is None else cost_curve(costs, budget)
+    curve = None if costs in (None, MEASURE) else cost_curve(costs or "", budget)
     where = chosen(device, tp)
+    if costs == MEASURE and (not where.engine or where.ranks):
+        fail("--costs measure times the engine on one GPU: --device cuda or sim, without --tp", 2)
     settings: dict[str, Any] = {
         "max_new": max_new,
         "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
@@ -146,6 +150,8 @@ def decode(
 
             def run(mode: Mode, guesses: Any, **more: Any) -> Run:
                 times: dict[str, float] = {}
+                if where.engine and not where.ranks:  # ranks compare their logits
+                    more["keep"] = compare is not None  # else they need not be copied back
                 started = time.perf_counter()
                 done = loop(
                     prompts, guesses, budget=budget, mode=mode.value, times=times, **settings,
@@ -161,6 +167,8 @@ def decode(
                 guesses = made(
                     drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
                 )
+            if costs == MEASURE and mode is not Mode.ar:
+                curve = measured(opened, prompts, guesses, budget, mode, temperature)
             done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
     except typer.Exit:  # a RuntimeError too
         raise
@@ -238,6 +246,25 @@ def cost_curve(text: str, budget: int) -> np.ndarray:
     if nodes[0] != 0 or nodes[-1] < budget or min(costs) <= 0:
         fail(f"--costs: need positive times for 0 to {budget} nodes, got {text!r}", 2)
     return np.interp(np.arange(budget + 1), nodes, costs)
+
+
+def measured(
+    opened: Any,
+    prompts: Sequence[Sequence[int]],
+    guesses: Any,
+    budget: int,
+    mode: Mode,
+    temperature: float,
+) -> np.ndarray:
+    """[budget + 1] seconds of a round on this device, which it says; linear between the sizes that
+    rounds have."""
+    found = importlib.import_module("engine.decode").measured_costs(
+        opened, opened.config, prompts, guesses, budget=budget, mode=mode.value,
+        temperature=temperature,
+    )  # fmt: skip
+    points = ", ".join(f"{nodes}:{1e6 * seconds:.0f}" for nodes, seconds in found.items())
+    say(f"a round with n nodes below the root takes, in us: {points}")
+    return np.interp(np.arange(budget + 1), list(found), list(found.values()))
 
 
 def made(

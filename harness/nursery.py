@@ -96,8 +96,9 @@ def _judge(spec: Any, case: Any, limit_s: float | None) -> dict[str, Any]:
                 actual = run.execute(spec, case, made)
             verdict = run.judged(_blank(spec, case), compare.compare(spec, case, made, actual))
             status, headroom = verdict.status, verdict.headroom
-            if status is Status.WRONG:
-                excess = _excess(spec, case, made, actual)
+            wrong = [r.output for r in verdict.outputs if r.status is Status.WRONG]
+            if wrong and all(spec.outputs[name].match.kind != "exact" for name in wrong):
+                excess = _excess(spec, case, made, actual)  # else no bound judged what killed it
             said = [r.message for r in verdict.outputs if not r.status.ok]
             message = said[0] if said else ""
     except Fault as fault:

@@ -436,6 +436,7 @@ def test_the_command_tells_a_difference(path, capsys):
         (["--prompt-tokens", "3,9999"], "9999"),
         (["--prompt-tokens", "3", "--accuracy", "often"], "--accuracy"),
         (["--prompt-tokens", "3", "--costs", "0:1,3:2"], "--costs"),
+        (["--prompt-tokens", "3", "--costs", "measure"], "--device cuda"),
         (["--prompt-tokens", "3", "--length", "0"], "--length"),
     ],
 )
