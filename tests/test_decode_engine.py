@@ -1,4 +1,4 @@
-"""What the engine's decode loop refuses, in the simulator; specs of stage decode say what it does."""
+"""What the loop of the engine refuses, in the simulator. Specs of stage decode say what it does."""
 
 import os
 import subprocess
