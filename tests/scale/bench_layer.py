@@ -58,7 +58,7 @@ def _copy(
         store_global_v4(address(target, at), four[0], four[1], four[2], four[3])
 
 
-def _captured(calls: list) -> Any:
+def captured(calls: list) -> Any:
     from cuda.core import Device
 
     builder = Device().create_graph_builder()
@@ -89,7 +89,7 @@ def copy_bytes_per_us() -> float:
     size = 1 << 30
     a, b = empty((size // 4,), "uint32"), empty((size // 4,), "uint32")
     copies = [partial(_copy.launch, size // 16384, a, b)] * 8
-    return 8 * 2 * size / float(graph_times_us([_captured(copies)])[0])
+    return 8 * 2 * size / float(graph_times_us([captured(copies)])[0])
 
 
 def floors_us(config: dict, nodes: int, keys: int, hit: int, rate: float) -> dict[str, float]:
@@ -142,7 +142,7 @@ def measure(nodes: int, keys: int, rate: float, given: dict, weights: Prepared) 
     copy_to_device(np.zeros(flush.shape, np.uint32), flush)
     start = partial(_read.launch, FLUSH_BYTES // 16384, flush, empty((1,), "uint32"))
     calls = [start, *(launch.call for launch in layer)]
-    graphs = [_captured(calls[:count]) for count in range(1, len(calls) + 1)]
+    graphs = [captured(calls[:count]) for count in range(1, len(calls) + 1)]
     times = graph_times_us(graphs)
     print(f"\nT = {nodes}, P = {keys}, {hit} experts hit, copy {rate / 1e6:.2f} TB/s")
     for launch, time in zip(layer, np.diff(times), strict=True):
