@@ -3,11 +3,11 @@
 (a, b) = q[.., nope + 2i], q[.., nope + 2i + 1] becomes (a cos - b sin, b cos + a sin) with the
 fp32 tables' row `position`, and lands in the last columns of `query`, beside the absorbed part.
 Rotated in fp32, rounded once. status[row] is 0, or 1 for a position outside the tables; that row's
-columns are zero. One block a row.
+columns are zero. A thread a pair.
 """
 
 from engine import activation
-from engine.device import check, cuda, f32, family, i32, kernel, ptr, u32
+from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, u32
 from engine.ptx import fma, pdl_launch_dependents, pdl_wait
 
 THREADS = 128
@@ -38,10 +38,10 @@ def _rope(*, bf16: bool):
         place = u32(position[row])
         known = place < positions
         table = u32((place if known else u32(0)) * pairs)
-        i = u32(cuda.threadIdx.x)
+        i = u32(u32(u32(cuda.blockIdx.y) * u32(THREADS)) + u32(cuda.threadIdx.x))
         if i == u32(0):
             status[row] = i32(0) if known else i32(NO_SUCH_POSITION)
-        while i < u32(heads * pairs):
+        if i < u32(heads * pairs):
             head = u32(u32(row * heads) + u32(i // pairs))
             pair = u32(i % pairs)
             source = u32(u32(u32(head + u32(1)) * q_width) - u32(u32(pairs - pair) * u32(2)))
@@ -52,7 +52,6 @@ def _rope(*, bf16: bool):
             second = fma(b, c, f32(a * s))
             store(query, target, first if known else f32(0))
             store(query, u32(target + u32(1)), second if known else f32(0))
-            i = u32(i + u32(THREADS))
 
     return rope
 
@@ -75,7 +74,8 @@ def rope(q, cos, sin, position, *, query, status, stream=None) -> None:
             f"rope: tables rotate {2 * dims['pairs']} columns, "
             f"q has {dims['q_width']} and query {dims['width']}"
         )
+    grid = (dims["rows"], cdiv(dims["heads"] * dims["pairs"], THREADS))
     _rope(bf16=activation.is_bf16(q)).launch(
-        dims["rows"], q, cos, sin, position, dims["heads"], dims["q_width"], dims["positions"],
+        grid, q, cos, sin, position, dims["heads"], dims["q_width"], dims["positions"],
         dims["pairs"], dims["width"], query, status, stream=stream,
     )  # fmt: skip

@@ -12,7 +12,15 @@ experts are then 0..top_k-1, which no reader can trip over, and its weights NaN.
 import math
 
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32
-from engine.ptx import bits_to_f32, pdl_launch_dependents, pdl_wait, popc
+from engine.ptx import (
+    bits_to_f32,
+    f32_to_bits,
+    pdl_launch_dependents,
+    pdl_wait,
+    popc,
+    warp_max_u32,
+    warp_min_u32,
+)
 from engine.warp import FULL
 
 THREADS = 32
@@ -20,15 +28,19 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 NOT_A_NUMBER = 1
 NAN = 0x7FC00000
+SIGN = 0x80000000
 
 
-@family({"per_lane": 1}, {"per_lane": 12})
-def _router(*, per_lane: int):
+@family(
+    {"per_lane": 1, "parts": 1},
+    {"per_lane": 12, "parts": 1},
+    {"per_lane": 12, "parts": 7},  # what gemm_bf16.parts says for 384 experts
+)
+def _router(*, per_lane: int, parts: int):
     @kernel(threads=THREADS, registers=96, dependent_launch=True)
     def router(
         logits: ptr[f32],  # [parts, rows, experts]
         bias: ptr[f32],  # [experts]
-        parts: u32,
         part_size: u32,  # rows * experts
         count: u32,  # of experts
         top_k: u32,
@@ -38,30 +50,34 @@ def _router(*, per_lane: int):
         status: ptr[i32],  # [rows], out
     ):
         pdl_launch_dependents()
-        pdl_wait()
         scores = cuda.local.array(per_lane, f32)
-        ranks = cuda.local.array(per_lane, f32)  # s + bias; -inf once chosen
+        steer = cuda.local.array(per_lane, f32)  # the bias
+        keys = cuda.local.array(per_lane, u32)  # order as s + bias; 0 once chosen, or no expert
         chosen = cuda.shared.array(MAX_TOP_K, f32)
         row = u32(cuda.blockIdx.x)
         lane = u32(cuda.threadIdx.x)
         before = u32(u32(u32(1) << lane) - u32(1))  # the lanes below
         bad = u32(0)
+        for j in static_range(per_lane):  # the bias is known before the previous kernel is done
+            steer[j] = bias[min(u32(lane + u32(32 * j)), u32(count - u32(1)))]
+        pdl_wait()
+        for j in static_range(per_lane):  # loads alone, so that all are in flight at once
+            at = u32(u32(row * count) + min(u32(lane + u32(32 * j)), u32(count - u32(1))))
+            logit = logits[at]
+            for part in static_range(1, parts):
+                logit = f32(logit + logits[u32(at + u32(part_size * u32(part)))])
+            scores[j] = logit
         for j in static_range(per_lane):
             expert = u32(lane + u32(32 * j))
-            scores[j] = f32(0)
-            ranks[j] = f32(-math.inf)
-            if expert < count:
-                at = u32(u32(row * count) + expert)
-                logit = logits[at]
-                part = u32(1)
-                while part < parts:
-                    logit = f32(logit + logits[u32(at + u32(part * part_size))])
-                    part = u32(part + u32(1))
-                score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-logit)))))
-                scores[j] = score
-                ranks[j] = f32(score + bias[expert])
-                if ranks[j] != ranks[j]:
-                    bad = u32(1)
+            score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-scores[j])))))
+            scores[j] = score
+            rank_by = f32(score + steer[j])
+            bits = f32_to_bits(rank_by)
+            if rank_by != rank_by:
+                bad = u32(1)
+            keys[j] = u32(bits ^ u32(FULL)) if bits >= u32(SIGN) else u32(bits | u32(SIGN))
+            if expert >= count:
+                keys[j] = u32(0)
         if cuda.any_sync(FULL, bad == u32(1)):
             i = lane
             while i < top_k:
@@ -74,23 +90,19 @@ def _router(*, per_lane: int):
             taken = u32(0)  # bit j: this lane's expert lane + 32 j is chosen
             turn = u32(0)
             while turn < top_k:
-                best = f32(-math.inf)
+                best = u32(0)
                 best_id = u32(MAX_EXPERTS)
                 for j in static_range(per_lane):  # ascending ids: a tie keeps the first
-                    free = u32(u32(taken >> u32(j)) & u32(1)) == u32(0)
-                    if free and u32(lane + u32(32 * j)) < count:
-                        if ranks[j] > best or best_id == u32(MAX_EXPERTS):
-                            best = ranks[j]
-                            best_id = u32(lane + u32(32 * j))
-                for step in static_range(5):
-                    other = cuda.shfl_xor_sync(FULL, best, 16 >> step)
-                    other_id = u32(cuda.shfl_xor_sync(FULL, i32(best_id), 16 >> step))
-                    wins = other > best or (other == best and other_id < best_id)
-                    if best_id == u32(MAX_EXPERTS) or (wins and other_id < u32(MAX_EXPERTS)):
-                        best = other
-                        best_id = other_id
-                if u32(best_id & u32(31)) == lane:
-                    taken = u32(taken | u32(u32(1) << u32(best_id >> u32(5))))
+                    if keys[j] > best:
+                        best = u32(keys[j])
+                        best_id = u32(lane + u32(32 * j))
+                if best < warp_max_u32(best):
+                    best_id = u32(MAX_EXPERTS)
+                winner = warp_min_u32(best_id)
+                for j in static_range(per_lane):
+                    if winner == u32(lane + u32(32 * j)):
+                        taken = u32(taken | u32(1 << j))
+                        keys[j] = u32(0)
                 turn = u32(turn + u32(1))
             rank = u32(0)
             for j in static_range(per_lane):
@@ -143,7 +155,7 @@ def router(
         raise NotImplementedError(
             f"router: top_k {top_k} of {count}, at most {MAX_TOP_K} of {MAX_EXPERTS}"
         )
-    _router(per_lane=cdiv(count, 32)).launch(
-        rows, logits, bias, parts, rows * count, count, top_k, scale, experts, expert_weights,
+    _router(per_lane=cdiv(count, 32), parts=parts).launch(
+        rows, logits, bias, rows * count, count, top_k, scale, experts, expert_weights,
         status, stream=stream,
     )  # fmt: skip
