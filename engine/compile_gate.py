@@ -22,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.files import replacing
+
 if TYPE_CHECKING:
     from engine.device import Kernel
 
@@ -246,7 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.perf_counter() - started
     print(f"{len(rows) - len(bad)} passed, {len(bad)} failed in {seconds:.1f} s")
     if options.report:
-        options.report.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+        with replacing(options.report) as file:
+            file.write((json.dumps([asdict(r) for r in rows], indent=1) + "\n").encode())
     return 1 if bad else 0
 
 

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from numba import cuda as cuda_api
 from numba.cuda import types
 from numba.cuda.core import config
 
+from engine.files import replacing
 from engine.unroll import static_range, unroll
 
 __all__ = [
@@ -210,9 +210,8 @@ class Kernel:
             if found := _read_cubin(path):
                 return found
             code, name = self._compile(arch)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-                f.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
-            Path(f.name).replace(path)
+            with replacing(path) as file:
+                file.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
         return code, name
 
     def digest(self, arch: str) -> str:

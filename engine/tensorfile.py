@@ -15,13 +15,14 @@ import math
 import mmap
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from engine.files import replacing
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -233,10 +234,9 @@ def write(
     if total + len(blank) > free:
         raise OSError(28, f"{path}: needs {total + len(blank)} bytes, the disk has {free} free")
 
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     done = 0
     try:
-        with partial.open("xb") as file:
+        with replacing(path) as file:
             file.write(len(blank).to_bytes(8, "little") + blank)
             for name in order:
                 array = np.ascontiguousarray(tensors[name])
@@ -252,20 +252,8 @@ def write(
                 digests[name] = digest.hexdigest()
             file.seek(8)
             file.write(header(digests))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OSError(
             error.errno,
             f"{path}: {error.strerror} after {done} of {total} bytes; nothing was replaced",
         ) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -335,7 +335,9 @@ def main(shapes: list[str]) -> None:
         made = train(bundles.weights(name), config, Stream("calibrate", shape))
         path = bundles.PINNED / f"drafter_{shape}.npz"
         bits: dict[str, Any] = {name: value.view(np.uint16) for name, value in made.items()}
-        np.savez_compressed(path, **bits)
+        partial = path.with_name(f".{path.name}")  # replaced whole
+        np.savez_compressed(partial, **bits)
+        partial.replace(path)
         print(f"{path}: {path.stat().st_size} bytes")
 
 

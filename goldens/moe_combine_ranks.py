@@ -37,7 +37,8 @@ def derived(
 ) -> dict[str, int | str]:
     """count is drawn as the experts of a rank, slots as those behind the last row."""
     made = moe_combine.derived(rows=rows, top_k=top_k, count=ranks * count, routing=routing)
-    return {**made, "count": ranks * count, "slots": made["slots"] + slots}
+    used = rows * min(top_k, ranks * count)
+    return {**made, "count": ranks * count, "slots": used + slots}
 
 
 def reference(

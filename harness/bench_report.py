@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.report import replace_file, replacing
+
 if TYPE_CHECKING:
     from harness.bench import Row
 
@@ -64,7 +66,7 @@ def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """growth.md and a picture (svg and png) for each curve or bundle of them; what was written."""
     found = curves(rows)
     text = folder / "growth.md"
-    text.write_text(markdown(rows, found), encoding="utf-8")
+    replace_file(text, markdown(rows, found).encode())
     written = [text]
     for (stem, size), group in found.items():
         for suffix in ("svg", "png"):
@@ -157,7 +159,9 @@ def _draw(stem: str, size: str, group: dict[str, list[Row]], path: Path, gpu: st
     axes.set_title(f"{stem} on {gpu}{_common(group, size)}", fontsize=10)
     axes.grid(True, which="major", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with replacing(path) as temporary:
+        date = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(temporary, dpi=110, metadata=date)
     pyplot.close(figure)
 
 

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -27,6 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from harness.report import replacing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 bundle_app = typer.Typer(no_args_is_help=True, help="Make, look into and check .kdtr bundles.")
@@ -549,12 +550,8 @@ def engine_run(device: Device) -> Run:
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """np.savez, all or nothing."""
-    partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}.partial.npz")
-    try:
-        np.savez(partial, **arrays)  # type: ignore[arg-type]
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 # -- quant -----------------------------------------------------------------------------------------
@@ -565,7 +562,7 @@ def sweep(
     path: BundlePath,
     plot: Annotated[
         Path, typer.Option(metavar="FILE", help="The plot: .png, .svg or .pdf.")
-    ] = Path("quant_sweep.svg"),
+    ] = Path("report", "quant_sweep.svg"),
     table: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="The table as CSV.")
     ] = None,
@@ -666,7 +663,7 @@ def show_sweep(path: Path, rows: Sequence[Any], steps: int) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(
             "matrices count group symmetric scale bits model_bits weight_error kl kl_error "
@@ -730,9 +727,5 @@ def sweep_plot(path: Path, name: str, rows: Sequence[Any]) -> None:
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(kinds), frameon=False)
     figure.suptitle(f"{name}: what a 4-bit scheme costs")
-    partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}.partial{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)

@@ -399,7 +399,8 @@ class Fuzz:
     jobs: list[dict[str, Any]]
     workers: int
     leases: devices.Leases
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the leases
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the leases and of these:
+    alive: list[_Worker] = field(default_factory=list)
 
     def run(self, show: Callable[[Outcome], None]) -> list[Outcome]:
         """Every job's outcome. KeyboardInterrupt and DeviceError end it."""
@@ -424,6 +425,9 @@ class Fuzz:
                 show(one)
         finally:
             stop.set()
+            with self.lock:
+                for worker in self.alive:
+                    worker.process.kill()
             for thread in threads:
                 thread.join()
             self.leases.close()
@@ -447,6 +451,8 @@ class Fuzz:
                             lease = self.leases.take()
                         environ[devices.VISIBLE] = lease.visible
                     worker = _Worker(self.root, environ)
+                    with self.lock:
+                        self.alive.append(worker)
                 crowded = self.workers > len(self.choice.gpus)
                 shared = lease.visible if lease and crowded else ""
                 outcome = worker.explore({**job, "shared": shared})

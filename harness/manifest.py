@@ -125,7 +125,9 @@ def generate(specs: Iterable[Spec], reason: str) -> list[str]:
         raise ValueError("a golden changes only for a reason: say it")
     changes = []
     for path, group in _by_file(specs).items():
-        with FileLock(path.with_suffix(".lock")):
+        lock = path.parents[1] / ".cache" / "manifest.lock"  # stays: whoever waits holds it open
+        lock.parent.mkdir(exist_ok=True)
+        with FileLock(lock):
             known = _read(path)
             changes += [f"removed {orphan}" for orphan in _orphans(path, known, group)]
             for spec in group:
@@ -144,7 +146,6 @@ def generate(specs: Iterable[Spec], reason: str) -> list[str]:
                         today = datetime.datetime.now(datetime.UTC).date().isoformat()
                         table[case.name] = {"reason": reason, "date": today, **new}
             replace_file(path, _text(known).encode())
-        path.with_suffix(".lock").unlink(missing_ok=True)
     return changes
 
 

@@ -1,5 +1,6 @@
 """What was judged, and how it is said: statuses, verdicts, report.json, the table and the page."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.resources
@@ -9,7 +10,7 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -253,19 +254,29 @@ def table(verdicts: Sequence[Verdict]) -> Any:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that nobody ever sees half of it."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The name of a file to write, with the suffix of `path`, whose place it then takes.
+
+    A process that is killed, or an error, leaves the old file as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(path.suffix, f".{path.stem}.", path.parent)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        os.fsync(handle)
         temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(handle)
 
 
 def _case(verdict: Verdict) -> dict[str, Any]:

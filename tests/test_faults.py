@@ -1,0 +1,247 @@
+"""What must survive when a process is killed, the disk is full, or two runs do the same thing."""
+
+import ast
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from throwaway import Project
+
+from harness import golden, manifest, spec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# -- every file is replaced whole ------------------------------------------------------------------
+
+# Each writes `folder`/NAME from scratch, and prints nothing.
+WRITERS = {
+    "report.json": """
+        from harness import report
+        report.write(folder / "report.json", [])
+    """,
+    "report.html": """
+        from harness import report
+        dying.skip += 1  # the first is report.json
+        report.write(folder / "report.json", [])
+    """,
+    "golden.safetensors": """
+        import numpy as np
+        from harness import golden
+        made = golden.Golden({"x": np.arange(9.0)}, {}, {})
+        golden._write_cache(folder / "golden.safetensors", made, "")
+    """,
+    "goldens/manifest.toml": """
+        from harness import manifest, spec
+        manifest.generate([spec.load(folder / "specs" / "twice.toml")], "a reason")
+    """,
+    "ci/receipts/h200.json": """
+        from harness import receipts, report, sources, spec
+        each = spec.load(folder / "specs" / "twice.toml")
+        verdicts = [
+            report.Verdict(
+                each.case_id(case), each.stage, each.stem, case.name, report.Status.PASSED,
+                "NVIDIA H200", digest=sources.digest(each),
+            )
+            for case in each.cases.values()
+        ]
+        gpus = [{"uuid": "GPU-1", "name": "NVIDIA H200", "slug": "h200", "driver": "580.1"}]
+        ran_on = {v.id: ["GPU-1"] for v in verdicts}
+        found = report.as_report(verdicts, device="cuda", gpus=gpus, ran_on=ran_on)
+        receipts.record(folder, found, [each])
+    """,
+    "model.kdtr": """
+        import numpy as np
+        from engine import tensorfile
+        tensorfile.write(folder / "model.kdtr", {"x": np.arange(9.0)}, {})
+    """,
+    "run.npz": """
+        import numpy as np
+        from harness import cli_bundle
+        cli_bundle.save_arrays(folder / "run.npz", {"x": np.arange(9.0)})
+    """,
+    "sweep.csv": """
+        from harness import cli_bundle
+        cli_bundle.write_csv(folder / "sweep.csv", [])
+    """,
+}
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    folder = Path(sys.argv[1])
+    os.chdir(folder)
+
+    def dying(handle):
+        if dying.skip == 0:
+            os.kill(os.getpid(), signal.SIGKILL)  # all is written, nothing has been replaced
+        dying.skip -= 1
+
+    dying.skip = 0
+    os.fsync = dying
+"""
+
+
+def run(project, script):
+    text = textwrap.dedent(KILLED) + textwrap.dedent(script)
+    environ = {**project.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{project.folder}"}
+    return subprocess.run(
+        [sys.executable, "-c", text, project.folder],
+        env=environ, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_process_killed_before_it_renames_leaves_the_old_file(tmp_path, name):
+    project = Project(tmp_path)
+    old = project.write(name, "[old]\n" if name.endswith("toml") else '{"cases": {}}')
+    if name.startswith("ci/"):
+        (tmp_path / name).unlink()
+        assert run(project, "dying.skip = 9\n" + textwrap.dedent(WRITERS[name])).returncode == 0
+    before = old.read_bytes()
+    done = run(project, WRITERS[name])
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert old.read_bytes() == before
+    assert run(project, "dying.skip = 9\n" + textwrap.dedent(WRITERS[name])).returncode == 0
+
+
+@pytest.mark.parametrize("name", [n for n in WRITERS if n != "report.html"])
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, name):
+    project = Project(tmp_path)
+    folder = (tmp_path / name).parent
+    full = """
+        import errno
+
+        def full(handle):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.fsync = full
+    """
+    old = project.write(name, "[old]\n" if name.endswith("toml") else "{}")
+    if name.startswith("ci/"):
+        old.unlink()
+    there, before = sorted(folder.iterdir()), old.read_bytes() if old.exists() else None
+    done = run(project, textwrap.dedent(full) + textwrap.dedent(WRITERS[name]))
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert sorted(p for p in folder.iterdir() if p.name != ".cache") == there
+    assert (old.read_bytes() if old.exists() else None) == before
+
+
+# What else opens files to write: (file, function), and why a half-written one does no harm.
+WRITES = {
+    ("engine/files.py", "replacing"): "the way of the engine",
+    ("harness/report.py", "replace_file"): "inside `replacing`, the way of the harness",
+    ("harness/cli_bundle.py", "save_arrays"): "inside `replacing`",
+    ("harness/cli_bundle.py", "write_csv"): "inside `replacing`",
+    ("harness/cli_bundle.py", "sweep_plot"): "inside `replacing`",
+    ("harness/bench_report.py", "_draw"): "inside `replacing`",
+    ("harness/plugin.py", "watch"): "last words, read when the writer is dead",
+    ("harness/plugin.py", "leave"): "last words",
+    ("harness/bench_items.py", "write"): "rows of a run, appended and read by the same run",
+    ("harness/mutate.py", "file"): "a mutant in a folder of this run",
+    ("goldens/calibrate.py", "main"): "beside the file, which it then replaces",
+}
+WRITING = {"write_text", "write_bytes", "savefig", "savez", "savez_compressed", "tofile"}
+
+
+def writes(path):
+    """Functions of a file in which something is opened for writing by name."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in ast.walk(function):
+            if not isinstance(call, ast.Call) or not isinstance(
+                call.func, ast.Attribute | ast.Name
+            ):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id
+            mode = [a.value for a in call.args if isinstance(a, ast.Constant)]
+            opens = name == "open" and any(isinstance(m, str) and set(m) & set("wax") for m in mode)
+            if name in WRITING or opens:
+                yield function.name
+
+
+def test_every_writer_goes_through_the_one_way():
+    files = [
+        p for top in ("engine", "harness", "goldens", "ci") for p in ROOT.glob(f"{top}/**/*.py")
+    ]
+    found = {(str(p.relative_to(ROOT)), name) for p in files for name in writes(p)}
+    assert found == set(WRITES)
+
+
+# -- two runs at once ------------------------------------------------------------------------------
+
+
+def generate(path, barrier):
+    os.environ.pop("PYTEST_XDIST_WORKER", None)
+    loaded = spec.load(path)
+    barrier.wait(30)
+    manifest.generate([loaded], "at once")
+
+
+def test_runs_that_bless_goldens_at_the_same_time_lose_none(tmp_path, monkeypatch):
+    project = Project(tmp_path)
+    (tmp_path / "goldens").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stems = [f"twice{i}" for i in range(4)]
+    paths = [project.spec(stem, cases="five = { n = 5, sim = true }\n") for stem in stems]
+    (tmp_path / "specs" / "twice.toml").unlink()
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(paths))
+    runs = [context.Process(target=generate, args=(path, barrier)) for path in paths]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join(60)
+        assert each.exitcode == 0
+    known = manifest._read(tmp_path / "goldens" / "manifest.toml")
+    assert sorted(known) == stems
+    assert manifest.verify([spec.load(path) for path in paths]) == []
+    for name in [n for n in sys.modules if n.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+def test_a_golden_whose_maker_was_killed_is_made_by_the_next(tmp_path):
+    """The lock goes with the process that held it; what it left half-written is not read."""
+    project = Project(tmp_path)
+    make = """
+        from harness import golden, spec
+        each = spec.load(folder / "specs" / "twice.toml")
+        made = golden.make(each, each.cases["five"], cache_dir=folder / "c")
+        assert made.notes == (), made.notes
+    """
+    assert run(project, make).returncode == -signal.SIGKILL
+    left = [p.name for p in (tmp_path / "c").iterdir() if p.suffix == ".safetensors"]
+    assert all(name.startswith(".") for name in left)
+    done = run(project, "dying.skip = 9\n" + textwrap.dedent(make))
+    assert done.returncode == 0, done.stderr
+    kept = [p for p in (tmp_path / "c").glob("*.safetensors") if not p.name.startswith(".")]
+    assert len(kept) == 1
+    assert golden._read_cache(kept[0])[0] is not None
+
+
+# -- fuzzing ---------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
+    project = Project(tmp_path)
+    project.spec("twice", cases="five = { n = 5, sim = true }\n[fuzz]\nn = [1, 500]\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.cli", "fuzz", "--device", "sim", "--seconds", "60"],
+        cwd=tmp_path, env=project.environ, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert "device: sim" in process.stdout.readline()
+    workers = ""
+    while not workers:  # threads start them
+        tasks = Path(f"/proc/{process.pid}/task")
+        workers = " ".join(t.joinpath("children").read_text() for t in tasks.iterdir()).strip()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == 130, said
+    assert "interrupted: 1 specs were not explored to the end" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.split())
