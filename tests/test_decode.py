@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from goldens import bundles, sample
-from goldens.decode import CONTEXT, EOS, MAX_NEW, Pace, accept, decode, grown
+from goldens.decode import CONTEXT, EOS, MAX_NEW, Pace, accept, decode, grown, sizes
 from goldens.drafters import Ngram, Replay, nothing, replay_table
 from goldens.forward import forward
 from goldens.model import Weights
@@ -285,6 +285,21 @@ def test_costs_stop_a_tree_where_the_next_node_does_not_pay():
     assert len(grown(0, log_probs, tokens, 8, dear.floors(9))["tree_tokens"]) == 3  # .6, .36
     dear.spend(0, 2)  # twice the pace: a node must bring 0.64
     assert len(grown(0, log_probs, tokens, 8, dear.floors(9))["tree_tokens"]) == 1
+
+
+def test_an_adaptive_round_has_room_for_twice_the_last_tree():
+    rooms = sizes(17)
+    assert rooms == [1, 2, 4, 8, 16, 17]
+    pace = Pace(1 + 0.01 * np.arange(17))
+    assert pace.size(rooms) == 17  # nothing is known yet
+    pace.spend(2, 1)
+    pace.spend(0, 1)
+    assert pace.size(rooms) == 8  # three nodes with the root
+    pace.spend(0, 1)
+    assert pace.size(rooms) == 2  # so that a tree can grow again
+    fixed = Pace(None)
+    fixed.spend(2, 1)
+    assert fixed.size(rooms) == 17
 
 
 def test_costs_change_the_trees_and_not_the_text():

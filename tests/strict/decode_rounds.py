@@ -12,6 +12,7 @@ from numba import cuda
 from engine import graph
 from engine.decode import decode
 from engine.device import SIMULATED, copy_to_device, empty, to_host
+from engine.dflash import DFlash
 from engine.draft import Ngram, Replay
 from engine.prepared import prepare
 from goldens.drafters import replay_table
@@ -21,7 +22,7 @@ ACCURACY = (0.6, 0.2)  # of the guesses at rank 0 and 1
 
 
 def decode_rounds(
-    text, prompt_start, limits, *, budget: int, length: int, ngram: bool, chain: bool,
+    text, prompt_start, limits, *, budget: int, length: int, ngram: bool, dflash: bool, chain: bool,
     temperature: float, seed: int, slope: float, weights, config, tokens, differs, stale, waits,
     allocations, stream=None,
 ) -> None:  # fmt: skip
@@ -45,6 +46,8 @@ def decode_rounds(
     ]
 
     def drafter() -> Any:
+        if dflash:
+            return DFlash(weights, config)
         if ngram:
             return Ngram(length)
         lengths = [len(prompt) for prompt in prompts]
