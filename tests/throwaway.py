@@ -117,7 +117,7 @@ class Project:
     def spec(self, stem: str, *, stage: str = "kernel", cases: str = CASES) -> Path:
         return self.write(f"specs/{stem}.toml", SPEC.format(stage=stage) + cases)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess:
+    def run(self, *command: str, timeout: float = 120) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *command],
             cwd=self.folder,
@@ -125,7 +125,7 @@ class Project:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=120,
+            timeout=timeout,
         )
 
     def kdtr(self, *arguments: str) -> subprocess.CompletedProcess:

@@ -9,7 +9,9 @@ and 2 GB more.
 
 import argparse
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--nccl", type=int, nargs="*", default=[])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--keys", type=int, default=4096)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     asked = parser.parse_args()
     one = layer_of_rank(None, asked.nodes, asked.keys)
     found = {"one GPU": [one]}
@@ -159,12 +162,16 @@ def main() -> None:
             found[f"{ranks} over NCCL"] = started.call(
                 "tests.scale.k26_ranks:layer_of_rank", asked.nodes, asked.keys
             )
-    for name, ranks_said in found.items():
+    rows = []
+    for name, said in found.items():
         for number, nodes in enumerate(asked.nodes):
-            alike = all(said[number][0] == one[number][0] for said in ranks_said)
-            us = max(said[number][1] for said in ranks_said)
+            alike = all(each[number][0] == one[number][0] for each in said)
+            us = max(each[number][1] for each in said)
+            rows.append({"on": name, "nodes": nodes, "us": us, "bits_of_one_gpu": alike})
             bits = "the bits of one GPU" if alike else "OTHER BITS"
             print(f"{name:14s} T = {nodes:3d}  {us:8.1f} us  {bits}", flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,518 @@
+"""The gate on a machine with several GPUs: one command, one JSON, one section for the README.
+
+    python -m ci.many_gpus --gpus 8
+    python -m ci.many_gpus --gpus 2 --budget 400 --subset rms_norm --subset moe_w4a16
+
+In this order, as far as --budget lasts: compile for these GPUs and make goldens, on all cores; the
+gate on each GPU alone, all at once; on 2, 4, .. and all GPUs; a worker killed in the middle of a
+case; a K2.6 layer split over 1, 2, 4, .. GPUs. With --subset the runs that are compared take these
+specs alone, and the whole gate runs once, last, on all GPUs. Cases for k GPUs run where k are.
+
+Written to --out: many-gpus.json, many-gpus.md, and report and log of each run. Exit 0 if every
+verdict is a pass but that of the killed case, no bits differ, and nothing was left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path.cwd())]
+
+from harness import devices, golden, merge, report, spec, stages  # noqa: E402
+
+TARGETS = {"9.0": "sm_90a", "10.0": "sm_100", "12.0": "sm_120"}
+PREPARE_SHARE = 0.4  # of the budget, at most
+LAST_S = 15.0  # to write everything
+POLL_S = 0.005
+CASES_A_WORKER = 60  # of the run in which one is killed: it takes seconds to replace it
+GOLDEN_WORKERS = 20  # goldens at real shapes take gigabytes each
+OF_RANKS = Path("tests", "scale", "k26_ranks.py")
+
+
+@dataclass
+class Leg:
+    """One run of the gate: on which GPUs, how long, and its report."""
+
+    name: str
+    gpus: list[str]
+    seconds: float = 0.0
+    done: bool = False
+    found: dict[str, Any] = field(default_factory=dict)  # report.json
+    used: dict[str, float] = field(default_factory=dict)  # UUID -> mean utilisation, sampled
+
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        return self.found.get("cases", [])
+
+    @property
+    def ran_on(self) -> dict[str, list[str]]:
+        return self.found.get("context", {}).get("ran_on", {})
+
+    def idle(self) -> dict[str, float]:
+        """UUID -> share of the leg in which no case that needs a GPU ran on it."""
+        seconds = self.found.get("context", {}).get("seconds", {})
+        busy = dict.fromkeys(self.gpus, 0.0)
+        for case in self.cases:
+            if case["stage"] != "golden":
+                for uuid in self.ran_on.get(case["id"], []):
+                    busy[uuid] = busy.get(uuid, 0.0) + seconds.get(case["id"], 0.0)
+        return {uuid: round(1 - busy[uuid] / max(self.seconds, 1e-9), 3) for uuid in self.gpus}
+
+    def as_json(self) -> dict[str, Any]:
+        bad = [f"{c['id']} {c['status']}" for c in self.cases if not c["ok"]]
+        return {
+            "name": self.name, "gpus": self.gpus, "seconds": round(self.seconds, 1),
+            "done": self.done, "cases": len(self.cases), "failed": bad, "idle": self.idle(),
+            "used": self.used, "ran_on": self.ran_on,
+        }  # fmt: skip
+
+
+class Sampler:
+    """What nvidia-smi says of each GPU twice a second; nothing where there is no nvidia-smi."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, str, float]] = []  # time, UUID, percent
+        query = ["nvidia-smi", "--query-gpu=uuid,utilization.gpu"]
+        query += ["--format=csv,noheader,nounits", "-lms", "500"]
+        try:
+            self.process: Any = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        except OSError:
+            self.process = None
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            uuid, _, percent = line.partition(",")
+            if percent.strip().isdigit():
+                self.samples.append((time.monotonic(), uuid.strip(), float(percent)))
+
+    def mean(self, since: float, until: float, uuids: Iterable[str]) -> dict[str, float]:
+        """UUID -> mean utilisation in percent."""
+        means = {}
+        for uuid in uuids:
+            seen = [p for t, u, p in self.samples if u == uuid and since <= t <= until]
+            if seen:
+                means[uuid] = round(sum(seen) / len(seen), 1)
+        return means
+
+    def close(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+
+class Runs:
+    """All runs of one call, against its budget."""
+
+    def __init__(self, asked: argparse.Namespace, choice: devices.Choice):
+        self.asked, self.choice = asked, choice
+        self.gpus = [gpu.uuid for gpu in choice.gpus[: asked.gpus]]
+        self.out: Path = asked.out
+        narrowed = devices.Choice(choice.device, choice.gpus[: asked.gpus], "")
+        self.pairs = stages.select(stages.load_specs(Path.cwd()), narrowed).here
+        self.started = time.monotonic()
+        self.sampler = Sampler()
+        self.legs: list[Leg] = []
+        self.steps: dict[str, float] = {}
+        self.kill: dict[str, Any] = {}
+        self.ranks: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+
+    def left(self) -> float:
+        return self.asked.budget - (time.monotonic() - self.started)
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.started:6.1f} s] {line}", flush=True)
+
+    def all(self) -> None:
+        gpus, subset = self.gpus, self.asked.subset
+        self.prepare()
+        alone = gpus if self.asked.alone is None else gpus[: self.asked.alone]
+        if alone:
+            self.together([Leg(f"alone-{i}", [gpu]) for i, gpu in enumerate(alone)], subset)
+        for count in self.asked.on or _doubling(len(gpus))[1:]:
+            self.together([Leg(f"on-{count}", gpus[:count])], subset)
+        self.killed()
+        self.split()
+        if subset:
+            self.together([Leg("whole", gpus)], [], receipt=True)
+        self.sampler.close()
+
+    # -- before the first run
+
+    def prepare(self) -> None:
+        """Compile for these GPUs, and make the goldens of all that will run."""
+        since, limit = time.monotonic(), PREPARE_SHARE * self.asked.budget
+        compiling = None
+        if self.choice.device == "cuda":
+            target = TARGETS.get(self.choice.gpus[0].compute, "sm_90a")
+            command = [sys.executable, "-m", "engine.compile_gate", "--target", target]
+            with (self.out / "compile.log").open("w") as log:
+                compiling = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        made = _make_goldens(self.pairs, limit)
+        self.say(f"goldens: {made} of {len(self.pairs)} in {time.monotonic() - since:.1f} s")
+        if compiling:
+            try:
+                compiling.wait(max(1.0, limit - (time.monotonic() - since)))
+            except subprocess.TimeoutExpired:
+                compiling.kill()
+                self.problems.append("compiling was not done in time")
+        self.steps["prepare"] = round(time.monotonic() - since, 1)
+        self.say(f"prepared in {self.steps['prepare']} s")
+
+    # -- the gate
+
+    def together(self, legs: Sequence[Leg], names: Sequence[str], *, receipt: bool = False) -> None:
+        """Run the legs at once, until they are done or the budget is."""
+        since = time.monotonic()
+        running = [(leg, self.start(leg, names, receipt)) for leg in legs]
+        ends: dict[str, float] = {}
+        while len(ends) < len(running):
+            for leg, process in running:
+                if process.poll() is not None:
+                    ends.setdefault(leg.name, time.monotonic())
+            if self.left() < LAST_S:
+                for leg, process in running:
+                    if leg.name not in ends:
+                        self.problems.append(f"{leg.name} was interrupted: the budget is spent")
+                        _interrupt(process)
+            time.sleep(0.05)
+        for leg, process in running:
+            self.finish(leg, process, since, ends[leg.name])
+
+    def start(self, leg: Leg, names: Sequence[str], receipt: bool = False, **environ: str) -> Any:
+        folder = self.out / leg.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "harness.cli", "gate", "-n", "auto", "--keep-going"]
+        command += ["--report", str(folder)]
+        for name in names:
+            command += ["--spec", name]
+        if receipt and self.choice.device == "cuda":
+            command.append("--receipt")
+        visible = {devices.VISIBLE: ",".join(leg.gpus), **environ}
+        with (folder / "log.txt").open("w") as log:
+            return subprocess.Popen(
+                command, env={**os.environ, **visible}, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def finish(self, leg: Leg, process: Any, since: float, end: float) -> None:
+        leg.seconds, leg.done = end - since, process.returncode in (0, 1)
+        leg.used = self.sampler.mean(since, end, leg.gpus)
+        try:
+            leg.found = merge.read(self.out / leg.name)
+        except merge.MergeError as error:
+            self.problems.append(f"{leg.name}: {error}")
+        self.legs.append(leg)
+        totals = leg.found.get("totals", {})
+        self.say(
+            f"{leg.name}: {totals.get('passed', 0)} passed, {totals.get('failed', 0)} failed on "
+            f"{len(leg.gpus)} GPUs in {leg.seconds:.1f} s"
+        )
+
+    # -- a worker is killed
+
+    def killed(self) -> None:
+        """Kill a worker in the middle of a case, and see what becomes of the case and the GPU."""
+        if self.left() < 2 * LAST_S:
+            self.problems.append("no worker was killed: the budget is spent")
+            return
+        leg, words = Leg("killed", self.gpus), (self.out / "killed-tmp").absolute()
+        shutil.rmtree(words, ignore_errors=True)
+        words.mkdir(parents=True)
+        since = time.monotonic()
+        names = self.asked.kill or _some(self.pairs, CASES_A_WORKER * len(self.gpus))
+        process = self.start(leg, names, TMPDIR=str(words))
+        seen: dict[str, list[str]] = {}  # worker -> cases, as they begin
+        victim = ""
+        while process.poll() is None:
+            for file in sorted(words.glob("kdtr-run-*/gw*")):
+                head = _head(file)
+                cases = seen.setdefault(file.name, [])
+                if head and head["id"] not in cases:
+                    cases.append(head["id"])
+                    all_here = len(seen) == len(self.gpus)
+                    if not victim and all_here and len(cases) > 1:
+                        victim, before = head["id"], set(seen)
+                        os.kill(head["pid"], signal.SIGKILL)
+            if self.left() < LAST_S:
+                _interrupt(process)
+            time.sleep(POLL_S)
+        self.finish(leg, process, since, time.monotonic())
+        shutil.rmtree(words, ignore_errors=True)
+        if not victim:
+            self.problems.append("no worker was killed: too few cases ran")
+            return
+        statuses = {case["id"]: case["status"] for case in leg.cases}
+        gpu = leg.ran_on.get(victim, [])
+        later = [case for name, cases in seen.items() if name not in before for case in cases]
+        crashed = [case for case, status in statuses.items() if status == report.Status.CRASHED]
+        other = [c for c, s in statuses.items() if not report.Status(s).ok and c not in crashed]
+        self.kill = {
+            "case": victim, "status": statuses.get(victim, "no verdict"), "gpu": gpu,
+            "cases_of_the_replacement": len(later),
+            "replacement_on_the_same_gpu": bool(later)
+            and all(leg.ran_on.get(case) == gpu for case in later),
+        }  # fmt: skip
+        if len(crashed) != 1 or other or not self.kill["replacement_on_the_same_gpu"]:
+            self.problems.append(f"after a worker was killed: {self.kill}, crashed {crashed}")
+
+    # -- ranks
+
+    def split(self) -> None:
+        """A K2.6 layer on 1, 2, 4, .. GPUs: time, and bits against one GPU."""
+        if self.choice.device != "cuda" or not OF_RANKS.exists():
+            return
+        found = self.out / "ranks.json"
+        command = [sys.executable, "-m", "tests.scale.k26_ranks", "--json", str(found)]
+        command += ["--nodes", "1", "16", "64", "--nccl", *map(str, _doubling(len(self.gpus)))]
+        environ = {**os.environ, devices.VISIBLE: ",".join(self.gpus)}
+        since = time.monotonic()
+        with (self.out / "ranks.log").open("w") as log:
+            process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                process.wait(max(1.0, self.left() - LAST_S))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.steps["ranks"] = round(time.monotonic() - since, 1)
+        if process.returncode or not found.exists():
+            self.problems.append(f"the layer on ranks ended with {process.returncode}: ranks.log")
+            return
+        self.ranks = json.loads(found.read_text())
+        self.problems += [
+            f"K2.6 layer, {row['on']}, {row['nodes']} rows: other bits than one GPU"
+            for row in self.ranks
+            if not row["bits_of_one_gpu"]
+        ]
+
+    # -- the end
+
+    def write(self) -> int:
+        """many-gpus.json and many-gpus.md; the exit code."""
+        unlike, shared = differences(self.legs)
+        self.problems += unlike
+        killed = self.kill.get("case")
+        for leg in self.legs:
+            self.problems += [
+                f"{leg.name}: {case['id']} {case['status']}"
+                for case in leg.cases
+                if not case["ok"] and not (leg.name == "killed" and case["id"] == killed)
+            ]
+        names = sorted({gpu.name for gpu in self.choice.gpus})
+        found = {
+            "version": 1,
+            "gpus": [
+                {"uuid": g.uuid, "name": g.name, "driver": g.driver} for g in self.choice.gpus
+            ],
+            "device": self.choice.device,
+            "cores": devices.cores(),
+            "subset": self.asked.subset,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "steps": self.steps,
+            "legs": [leg.as_json() for leg in self.legs],
+            "cases_on_several_gpus": shared,
+            "killed": self.kill,
+            "ranks": self.ranks,
+            "problems": self.problems,
+        }
+        report.replace_file(
+            self.out / "many-gpus.json", (json.dumps(found, indent=1) + "\n").encode()
+        )
+        text = markdown(found, " and ".join(names))
+        report.replace_file(self.out / "many-gpus.md", text.encode())
+        print(text, flush=True)
+        return 1 if self.problems else 0
+
+
+def differences(legs: Sequence[Leg]) -> tuple[list[str], int]:
+    """Cases whose verdict or bits differ between GPUs, in words; how many ran on several. The run
+    in which a worker is killed tells nothing about verdicts."""
+    seen: dict[str, dict[tuple, list[str]]] = {}
+    for leg in legs:
+        for case in leg.cases:
+            lost = leg.name == "killed" and case["status"] == report.Status.CRASHED
+            if lost or case["stage"] == "golden":
+                continue
+            made = tuple((each["output"], each.get("bits", "")) for each in case["outputs"])
+            where = "+".join(leg.ran_on.get(case["id"], ["?"]))
+            seen.setdefault(case["id"], {}).setdefault((case["status"], made), []).append(where)
+    several = sum(len({w for where in made.values() for w in where}) > 1 for made in seen.values())
+    unlike = []
+    for name, found in sorted(seen.items()):
+        if len(found) > 1:
+            told = "; ".join(
+                f"{status} {dict(made)} on {', '.join(sorted(set(where)))}"
+                for (status, made), where in found.items()
+            )
+            unlike.append(f"{name} differs: {told}")
+    return unlike, several
+
+
+def markdown(found: Mapping[str, Any], name: str) -> str:
+    """The section for the README."""
+    count, problems = len(found["legs"][0]["gpus"]) if found["legs"] else 0, found["problems"]
+    count = max((len(leg["gpus"]) for leg in found["legs"]), default=count)
+    what = f"specs {', '.join(found['subset'])}" if found["subset"] else "the whole gate"
+    lines = [
+        f"### The gate on {count} GPUs of one machine",
+        "",
+        f"{count} x {name}, {found['cores']} cores, `python -m ci.many_gpus --gpus {count}`, "
+        f"{found['seconds']:.0f} s in all; compiling and goldens before the first run took "
+        f"{found['steps'].get('prepare', 0):.0f} s. The runs compared: {what}.",
+        "",
+        "| run | GPUs | seconds | cases | not passed | idle share of each GPU | use (nvidia-smi) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for leg in found["legs"]:
+        idle = ", ".join(f"{share:.0%}" for share in leg["idle"].values())
+        used = ", ".join(f"{mean:.0f}%" for mean in leg["used"].values())
+        cut = "" if leg["done"] else " (interrupted)"
+        lines.append(
+            f"| {leg['name']} | {len(leg['gpus'])} | {leg['seconds']:.1f}{cut} | {leg['cases']} | "
+            f"{len(leg['failed'])} | {idle} | {used} |"
+        )
+    shares = []
+    for leg in found["legs"]:
+        cases: dict[str, int] = {}
+        for uuids in leg["ran_on"].values():
+            where = "+".join(uuid.removeprefix("GPU-")[:8] for uuid in uuids) or "host"
+            cases[where] = cases.get(where, 0) + 1
+        shares.append(f"{leg['name']}: " + ", ".join(f"{w} {n}" for w, n in sorted(cases.items())))
+    lines += ["", "Cases by GPU: " + "; ".join(shares) + ".", ""]
+    lines.append(
+        f"{found['cases_on_several_gpus']} cases ran on more than one GPU; "
+        f"{sum('differs' in p for p in problems)} differed in verdict or bits."
+    )
+    if kill := found["killed"]:
+        lines += [
+            "",
+            f"A worker was killed in the middle of {kill['case']}: its verdict is "
+            f"{kill['status']}, and its replacement ran {kill['cases_of_the_replacement']} cases "
+            + ("on the same GPU." if kill["replacement_on_the_same_gpu"] else "ELSEWHERE."),
+        ]
+    if found["ranks"]:
+        lines += ["", "| K2.6 MoE layer | T | us | bits |", "|---|---|---|---|"]
+        for row in found["ranks"]:
+            bits = "as one GPU" if row["bits_of_one_gpu"] else "DIFFER"
+            lines.append(f"| {row['on']} | {row['nodes']} | {row['us']:.1f} | {bits} |")
+    if problems:
+        lines += ["", "Not as it should be:", *(f"- {problem}" for problem in problems)]
+    return "\n".join(lines) + "\n"
+
+
+def _doubling(count: int) -> list[int]:
+    """1, 2, 4, .. and `count`."""
+    return sorted({1 << i for i in range(count.bit_length()) if 1 << i <= count} | {count})
+
+
+def _head(file: Path) -> dict[str, Any] | None:
+    """What a worker has written of the case that it began."""
+    try:
+        head = json.loads(file.read_text(errors="replace").partition("\n")[0])
+    except (OSError, ValueError):  # gone, or not yet written
+        return None
+    return head if "pid" in head else None
+
+
+def _interrupt(process: Any) -> None:
+    """As Ctrl-C does: the gate writes the report of what it has."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(LAST_S / 2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _make_goldens(pairs: Sequence[stages.Pair], limit_s: float) -> int:
+    """Make goldens on the cores into the cache, large ones first; how many were done in time."""
+    paths = [(str(one.path), case.name) for one, case in sorted(pairs, key=_elements)]
+    workers = min(GOLDEN_WORKERS, max(1, devices.cores() - 1))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, max(1, len(paths))), mp_context=context)
+    futures = [pool.submit(_golden, *each) for each in paths]
+    done, _ = wait(futures, timeout=limit_s)
+    for process in list((pool._processes or {}).values()):
+        if len(done) < len(futures):
+            process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
+    return sum(future.exception() is None for future in done)
+
+
+def _elements(pair: stages.Pair) -> int:
+    """Minus the elements of all tensors of a case."""
+    one, case = pair
+    return -sum(math.prod(shape) for shape in one.shapes(case).values())
+
+
+def _some(pairs: Sequence[stages.Pair], count: int) -> list[str]:
+    """Names of specs of kernels that have `count` cases together."""
+    names: dict[str, int] = {}
+    for one, case in pairs:
+        if one.stage == "kernel" and case.gpus == 1 and sum(names.values()) < count:
+            names[one.stem] = names.get(one.stem, 0) + 1
+    return list(names)
+
+
+def _golden(path: str, case: str) -> None:
+    loaded = spec.load(path)
+    golden.make(loaded, loaded.cases[case])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ci.many_gpus", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gpus", type=int, required=True, help="how many GPUs to use")
+    parser.add_argument("--subset", action="append", default=[], metavar="NAME", help="a spec")
+    parser.add_argument(
+        "--alone", type=int, metavar="K", help="run it alone on K GPUs, at once (default: on each)"
+    )
+    parser.add_argument(
+        "--on", type=int, action="append", metavar="K", help="and on K GPUs (default: 2, 4, .. all)"
+    )
+    parser.add_argument(
+        "--kill",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a spec of the run in which a worker is killed",
+    )
+    parser.add_argument("--budget", type=float, default=7200.0, metavar="S", help="seconds in all")
+    parser.add_argument("--out", type=Path, default=Path("report", "many-gpus"))
+    asked = parser.parse_args(arguments)
+    try:
+        choice = devices.choose("auto")
+    except devices.DeviceError as error:
+        parser.error(str(error))
+    if not 1 <= asked.gpus <= len(choice.gpus):
+        parser.error(f"--gpus {asked.gpus}: there are {len(choice.gpus)} ({choice.why})")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    runs = Runs(asked, choice)
+    try:
+        runs.all()
+    finally:
+        runs.sampler.close()
+        code = runs.write()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
