@@ -62,7 +62,7 @@ SMS = 132  # what `parts` aims at; a constant, so that bits do not follow the GP
     {"rows": 128, "tokens": 8, "ring": 2, "groups": 1},
     *({"rows": 64, "tokens": t, "ring": 2, "groups": 1} for t in TOKENS[1:]),
     *({"rows": 64, "tokens": t, "ring": 4, "groups": 4} for t in TOKENS[:-1]),
-    {"rows": 64, "tokens": 64, "ring": 3, "groups": 4},
+    *({"rows": 64, "tokens": 64, "ring": r, "groups": 4} for r in (3, 4)),
     {"rows": 96, "tokens": 64, "ring": 4, "groups": 4},
 )
 def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
@@ -266,9 +266,9 @@ def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
         return {"rows": 128 if tokens == 8 else 64, "tokens": tokens, "ring": 2, "groups": 1}
     if tokens < 64:
         return {"rows": 64, "tokens": tokens, "ring": 4, "groups": 4}
-    one_wave = cdiv(n, 96) * blocks <= SMS < cdiv(n, 64) * blocks
-    if one_wave and m <= tokens:
-        return {"rows": 96, "tokens": tokens, "ring": 4, "groups": 4}
+    if m <= tokens and cdiv(n, 96) * blocks <= SMS:  # one block an SM: a deeper ring is free
+        rows = 96 if cdiv(n, 64) * blocks > SMS else 64
+        return {"rows": rows, "tokens": tokens, "ring": 4, "groups": 4}
     return {"rows": 64, "tokens": tokens, "ring": 3, "groups": 4}  # two blocks fit an SM
 
 
