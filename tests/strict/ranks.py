@@ -15,7 +15,13 @@ def together(ranks: int, nccl: bool, function: Callable[..., Any], *arguments: A
     """function(group, *arguments) of every rank."""
     if not nccl:
         return in_turns(ranks, lambda group: function(group, *arguments))
-    return _processes(ranks).call(f"{function.__module__}:{function.__name__}", *arguments)
+    started = _processes(ranks)
+    try:
+        return started.call(f"{function.__module__}:{function.__name__}", *arguments)
+    except BaseException:  # a time limit too: what they do now, the next case must not wait for
+        started.close()
+        _processes.cache_clear()
+        raise
 
 
 @cache
