@@ -11,6 +11,8 @@ stored as q+8; its value is q*sc[k//32] rounded to bfloat16. Optional `prompts` 
 longest] padded with -1, `golden_tokens` int32 [prompts, steps], `golden_margins` float32, same
 shape: greedy tokens after each prompt and the distance of the two highest logits at each step.
 
+A bundle with a drafter has a table `drafter` in its config and tensors `drafter.*`, all bfloat16.
+
 Any safetensors reader opens the file. This one maps it, checks structure when it opens and a
 tensor's digest when it is first touched, so that neither costs more than what is used.
 """
@@ -62,12 +64,20 @@ _FIXED = {
 }
 
 
+_DRAFTER_SIZES = (
+    "block_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size"
+).split()
+
+
 class Matrix(NamedTuple):
-    """What a weight must be: shape, whether it may be INT4, whether it is float32 in any model."""
+    """What a weight must be: shape, whether it may be INT4, whether it is float32 or bfloat16 in
+    any model."""
 
     shape: tuple[int, ...]
     packable: bool = False
     float32: bool = False
+    bfloat16: bool = False
 
 
 def check_config(config: Any) -> None:
@@ -89,11 +99,16 @@ def check_config(config: Any) -> None:
     number(config, "first_k_dense_replace", (int,), 0)
     for key in _REALS:
         number(config, key, (int, float), 0)
-    scaling = config.get("rope_scaling")
-    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "yarn":
-        raise ValueError(f"config key 'rope_scaling': expected a table of type yarn, got {scaling}")
-    for key in _YARN:
-        number(scaling, key, (int, float), 0, "rope_scaling.")
+
+    def yarn(scaling: Any, where: str = "") -> None:
+        if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "yarn":
+            raise ValueError(
+                f"config key '{where}rope_scaling': expected a table of type yarn, got {scaling}"
+            )
+        for key in _YARN:
+            number(scaling, key, (int, float), 0, f"{where}rope_scaling.")
+
+    yarn(config.get("rope_scaling"))
     for key, expected in _FIXED.items():
         if config.get(key, expected) != expected:
             raise ValueError(f"config key {key!r}: expected {expected!r}, got {config[key]!r}")
@@ -116,10 +131,45 @@ def check_config(config: Any) -> None:
             raise ValueError(
                 f"config key {key!r}: {config[key]} is more than {limit} = {config[limit]}"
             )
+    drafter = config.get("drafter")
+    if drafter is None:
+        return
+    if not isinstance(drafter, dict):
+        raise ValueError(f"config key 'drafter': expected a table, got {drafter!r}")
+    for key in _DRAFTER_SIZES:
+        number(drafter, key, (int,), 1, "drafter.")
+    number(drafter, "mask_token_id", (int,), 0, "drafter.")
+    for key in ("rms_norm_eps", "rope_theta"):
+        number(drafter, key, (int, float), 0, "drafter.")
+    if drafter.get("rope_scaling") is not None:
+        yarn(drafter["rope_scaling"], "drafter.")
+    taps, layers = drafter.get("target_layer_ids"), config["num_hidden_layers"]
+    if (
+        not isinstance(taps, list)
+        or not taps
+        or not all(type(tap) is int and 0 <= tap < layers for tap in taps)
+    ):
+        raise ValueError(
+            f"config key 'drafter.target_layer_ids': expected layers of 0 to {layers - 1}, got "
+            f"{taps!r}"
+        )
+    for key, holds, why in (
+        ("block_size", drafter["block_size"] > 1, "at least 2: the root and one guess"),
+        ("mask_token_id", drafter["mask_token_id"] < config["vocab_size"], "one of the vocabulary"),
+        ("head_dim", drafter["head_dim"] % 2 == 0, "an even size"),
+        (
+            "num_attention_heads",
+            drafter["num_attention_heads"] % drafter["num_key_value_heads"] == 0,
+            "a multiple of num_key_value_heads",
+        ),
+    ):
+        if not holds:
+            raise ValueError(f"config key 'drafter.{key}': expected {why}, got {drafter[key]!r}")
 
 
 def layout(config: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
-    """Every weight of the model with its public name, in the order of the forward pass."""
+    """Every weight of the model with its public name, in the order of the forward pass; then those
+    of the drafter, if the config has one."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
@@ -154,6 +204,35 @@ def layout(config: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
         yield from mlp(f"{base}.mlp.shared_experts", expert * config["n_shared_experts"])
     yield "model.norm.weight", Matrix((hidden,))
     yield "lm_head.weight", Matrix((vocab, hidden))
+    if config.get("drafter") is not None:
+        yield from _drafter_layout(config)
+
+
+def _drafter_layout(config: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
+    drafter, hidden = config["drafter"], config["hidden_size"]
+    size, inner = drafter["head_dim"], drafter["intermediate_size"]
+    queries = drafter["num_attention_heads"] * size
+    keys = drafter["num_key_value_heads"] * size
+
+    def bf16(*shape: int) -> Matrix:
+        return Matrix(shape, bfloat16=True)
+
+    yield "drafter.fc.weight", bf16(hidden, len(drafter["target_layer_ids"]) * hidden)
+    yield "drafter.hidden_norm.weight", bf16(hidden)
+    for layer in range(drafter["num_hidden_layers"]):
+        base = f"drafter.layers.{layer}"
+        yield f"{base}.input_layernorm.weight", bf16(hidden)
+        yield f"{base}.self_attn.q_proj.weight", bf16(queries, hidden)
+        yield f"{base}.self_attn.k_proj.weight", bf16(keys, hidden)
+        yield f"{base}.self_attn.v_proj.weight", bf16(keys, hidden)
+        yield f"{base}.self_attn.q_norm.weight", bf16(size)
+        yield f"{base}.self_attn.k_norm.weight", bf16(size)
+        yield f"{base}.self_attn.o_proj.weight", bf16(hidden, queries)
+        yield f"{base}.post_attention_layernorm.weight", bf16(hidden)
+        yield f"{base}.mlp.gate_proj.weight", bf16(inner, hidden)
+        yield f"{base}.mlp.up_proj.weight", bf16(inner, hidden)
+        yield f"{base}.mlp.down_proj.weight", bf16(hidden, inner)
+    yield "drafter.norm.weight", bf16(hidden)
 
 
 def check_weights(
@@ -180,11 +259,11 @@ def check_weights(
         raise ValueError(
             f"tensor 'model.embed_tokens.weight': expected BF16 or F32, got {embedding}"
         )
-    for name, (shape, packable, float32) in layout(config):
+    for name, (shape, packable, float32, bfloat16) in layout(config):
         base = name.removesuffix(".weight")
         packed = [part for part in (f"{base}.qw", f"{base}.sc") if part in found]
         if not packable or not packed:
-            expect(name, "F32" if float32 else embedding, shape)
+            expect(name, "F32" if float32 else "BF16" if bfloat16 else embedding, shape)
             continue
         if name in found:
             raise ValueError(f"tensor {name!r} is there both plain and as {packed[0]!r}")

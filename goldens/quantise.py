@@ -30,7 +30,7 @@ MATRICES = {
     "routed": re.compile(r".*\.mlp\.experts\.\d+\.(gate|up|down)_proj"),
     "routed, shared": re.compile(r".*\.mlp\.(experts\.\d+|shared_experts)\.(gate|up|down)_proj"),
     "routed, shared, dense": re.compile(
-        r".*\.mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj"
+        r"model\..*\.mlp\.((experts\.\d+|shared_experts)\.)?(gate|up|down)_proj"
     ),
 }
 # Scales that `search` tries, as parts of amax/7.5 or range/15: from clipping half of the range off

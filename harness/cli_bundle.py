@@ -146,6 +146,9 @@ def make(
         str, typer.Argument(help="tiny-fp32, tiny-int4, tiny2-fp32, tiny2-int4 or tiny_k26.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the bundle goes.")],
+    drafter: Annotated[
+        bool, typer.Option("--drafter", help="With the drafter that was trained on its FP32 model.")
+    ] = False,
 ) -> None:
     """Write one of the small models, its prompts and its golden tokens. Same bytes every time."""
     bundle = importlib.import_module("engine.bundle")
@@ -153,20 +156,26 @@ def make(
     if name not in bundles.NAMES:
         fail(f"no model {name!r}; there are {', '.join(bundles.NAMES)}", 2)
     with told():
-        weights, config = bundles.tensors(name), bundles.config(name)
+        whole = name
+        if drafter:
+            if name.startswith("k26"):
+                fail(f"{name} is a public checkpoint and has no drafter", 2)
+            whole = name + bundles.DRAFTED
+        weights, config = bundles.tensors(whole), bundles.config(whole)
         prompts = bundles.prompts(name)
         tokens, margins = bundles.golden(name)
         bundle.write(
             out,
             weights,
             config,
-            name=name,
+            name=whole,
             prompts=prompts,
             golden_tokens=tokens,
             golden_margins=margins,
         )
     packed = sum(tensor.endswith(".qw") for tensor in weights)
-    say(f"{name} -> {out}: {size(out.stat().st_size)}, {packed} INT4 matrices")
+    also = f", a drafter of {config['drafter']['block_size'] - 1} guesses" if drafter else ""
+    say(f"{whole} -> {out}: {size(out.stat().st_size)}, {packed} INT4 matrices{also}")
     say(f"{tokens.shape[1]} golden tokens after each of {len(prompts)} prompts")
     say(f"smallest top-2 margin {least_margin(margins)}")
 
@@ -617,6 +626,65 @@ def sweep(
     with told():
         sweep_plot(plot, opened.name or path.stem, rows)
     say(f"plot: {plot}")
+
+
+@quant_app.command("drafter")
+def drafter_on_int4(
+    path: BundlePath,
+    budgets: Annotated[
+        str, typer.Option(metavar="B,..", help="Most nodes of a tree below its root.")
+    ] = "0,1,7,16,64,256",
+    texts: Annotated[int, typer.Option(metavar="N", help="Prompts, from a fixed seed.")] = 32,
+    new: Annotated[int, typer.Option(metavar="N", help="Greedy tokens after a prompt.")] = 64,
+) -> None:
+    """What a drafter loses when its target is quantised: accepted tokens a round, FP32 and INT4.
+
+    The bundle is a float32 model with a drafter that was calibrated on it; its INT4 model is made
+    here. Each target drafts from its own hidden states and verifies its own greedy text. Rounds are
+    played along these texts, in float64 and without a GPU; only the weights differ.
+    """
+    acceptance = importlib.import_module("goldens.acceptance")
+    numerics = importlib.import_module("goldens.numerics")
+    wanted = ids(budgets, "--budgets")
+    opened = open_bundle(path)
+    if "drafter" not in opened.config:
+        fail(f"{path} has no drafter: kdtr bundle make NAME --drafter adds one")
+    if opened["model.embed_tokens.weight"].dtype != np.float32:
+        fail(f"{path} is no float32 model: its INT4 model would be no other")
+    slots = opened.config["drafter"]["block_size"]
+    if texts < 2 or new <= slots or min(wanted) < 0:
+        fail(f"--texts at least 2, --new more than {slots}, --budgets not below 0", 2)
+    stream = numerics.Stream("quant drafter")
+    prompts = stream.integers(2, opened.config["vocab_size"], (texts, PROMPT_TOKENS))
+    with told(), Console(stderr=True).status("decoding with both targets"):
+        plain, packed, rows = acceptance.compare(opened, opened.config, prompts, new, wanted)
+        parting = acceptance.agreement(plain, packed)
+    names = ("budget", "FP32 target", "", "INT4 target", "", "change", "")
+    table = columns(f"accepted tokens a round, drafter of {path}", *names)
+    for one, other in rows:
+        change, error = one.change(other)
+        row(
+            table,
+            one.budget,
+            f"{one.mean:.2f}",
+            f"± {one.error:.2f}",
+            f"{other.mean:.2f}",
+            f"± {other.error:.2f}",
+            f"{change:+.1%}",
+            f"± {error:.1%}",
+        )
+    show(table)
+    rounds = [sum(map(len, one.lengths)) for one, _ in rows]
+    say(
+        f"{texts} prompts of {PROMPT_TOKENS} tokens that no training saw, {new} greedy tokens after"
+    )
+    say(f"each, {min(rounds)} to {max(rounds)} rounds a row. The root counts; ± standard error.")
+    first = f"FP32 {plain.first_slot():.1%}, INT4 {packed.first_slot():.1%}"
+    say(f"Best guess at the first slot is right: {first}. Both targets' texts")
+    say(
+        f"agree for {np.median(parting):.0f} tokens in the median, for all {new} in "
+        f"{(parting == new).sum()} of {texts}."
+    )
 
 
 def unbeaten(rows: Sequence[Any]) -> set[int]:

@@ -46,6 +46,7 @@ class Mode(StrEnum):
 class Drafter(StrEnum):
     replay = "replay"
     ngram = "ngram"
+    dflash = "dflash"
 
 
 class Compare(StrEnum):
@@ -73,13 +74,15 @@ def decode(
         typer.Option(help="A prompt whose UTF-8 bytes are its token ids. Repeatable."),
     ] = None,
     drafter: Annotated[
-        Drafter, typer.Option(metavar="replay|ngram", help="Where drafts come from.")
+        Drafter, typer.Option(metavar="replay|ngram|dflash", help="Where drafts come from.")
     ] = Drafter.ngram,
     accuracy: Annotated[
         str,
         typer.Option(metavar="P[,P..]", help="replay: how often the right token is at rank 0, 1.."),
     ] = "0.8",
-    length: Annotated[int, typer.Option(metavar="L", help="Positions that a draft covers.")] = 7,
+    length: Annotated[
+        int, typer.Option(metavar="L", help="Positions that a draft covers; dflash has its own.")
+    ] = 7,
     budget: Annotated[int, typer.Option(metavar="B", help="Most nodes below the root.")] = 16,
     costs: Annotated[
         str | None,
@@ -121,6 +124,7 @@ def decode(
     The text is the one that --mode ar gives, at every temperature; --compare ar checks it down to
     the bits of the logits and exits 1 if anything differs. `replay` decodes the text first and
     then guesses it with the given accuracy, to see what a drafter of that accuracy would bring.
+    `dflash` is the drafter in the bundle: it reads the target's hidden states.
     """
     prompts = [ids(each, "--prompt-tokens") for each in prompt_tokens or ()]
     prompts += [list(each.encode()) for each in text or ()]
@@ -165,7 +169,7 @@ def decode(
             guesses = None
             if mode is not Mode.ar:
                 guesses = made(
-                    drafter, prompts, vocabulary, length, budget, chances, seed, alone, where
+                    drafter, prompts, opened, length, budget, chances, seed, alone, where
                 )
             if costs == MEASURE and mode is not Mode.ar:
                 curve = measured(opened, prompts, guesses, budget, mode, temperature)
@@ -270,7 +274,7 @@ def measured(
 def made(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    vocabulary: int,
+    opened: Any,
     length: int,
     budget: int,
     chances: Sequence[float],
@@ -281,7 +285,12 @@ def made(
     """The drafter of that name for the loop of that place."""
     if length < 1:
         fail(f"--length: expected 1 or more, got {length}", 2)
-    drafters = importlib.import_module("goldens.drafters")
+    drafters, vocabulary = importlib.import_module("goldens.drafters"), opened.config["vocab_size"]
+    if drafter is Drafter.dflash:
+        if where.ranks is not None:
+            fail("--drafter dflash and --tp do not go together: the drafter is not split", 2)
+        place = importlib.import_module("engine.dflash") if where.engine else drafters
+        return place.DFlash(opened, opened.config)
     theirs = importlib.import_module("engine.draft") if where.engine else drafters
     if drafter is Drafter.ngram:
         return theirs.Ngram(length, ORDER)

@@ -62,7 +62,7 @@ MARGINS = np.array([[0.5, 0.25], [0.125, 2.0]])
 def random_weights(packed=True, dtype=BF16) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     weights = {}
-    for name, (shape, packable, float32) in bundle.layout(CONFIG):
+    for name, (shape, packable, float32, _) in bundle.layout(CONFIG):
         if packed and packable:
             out, inner = shape
             base = name.removesuffix(".weight")

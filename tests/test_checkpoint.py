@@ -99,7 +99,7 @@ def public_tensors(prefix: str = PREFIX) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     tensors = {}
     config = {**TEXT, "lora_rms_norm_eps": 1e-6}
-    for name, (shape, _, float32) in bundle.layout(config):
+    for name, (shape, _, float32, _) in bundle.layout(config):
         module = prefix + name.removesuffix(".weight")
         if ".mlp.experts." in name:
             out, inner = shape

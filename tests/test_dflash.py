@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from goldens import bundles, calibrate, dflash
+from engine import bundle
+from engine.tensorfile import InvalidFile
+from goldens import acceptance, bundles, calibrate, dflash
+from goldens.decode import decode
+from goldens.drafters import DFlash
 from goldens.forward import forward
 from goldens.model import Weights
 from goldens.numerics import Stream
+from goldens.rounding import EXACT
+from harness.cli_decode import app
 
 NAME = "micro-fp32-dflash"
 
@@ -101,3 +108,97 @@ def test_the_pinned_drafters_guess_texts_that_they_were_not_trained_on(name):
             right = np.vstack([right, logits.argmax(-1) == text[at + 1 : at + slots]])
     hits = right.mean(0)
     assert hits[0] > max(0.5, hits[-1]), hits
+
+
+def test_rounds_played_along_a_text_are_those_of_decoding():
+    name = "tiny-fp32-dflash"
+    weights, config = bundles.weights(name), bundles.config(name)
+    prompts = np.stack([prompt[:5] for prompt in bundles.prompts(name)[:2]])
+    texts = acceptance.Texts(weights, config, prompts, 32)
+    for budget in (1, 16):
+        played = texts.play(budget).lengths
+        drafter = DFlash(weights, config, EXACT)
+        runs = decode(
+            weights, config, prompts, drafter, budget=budget, max_new=32, eos=(), faithful=False
+        )
+        for run, lengths, tokens in zip(runs, played, texts.tokens, strict=True):
+            assert run.text == tokens.tolist()
+            real = [len(done.accepted) for done in run.rounds]
+            assert len(lengths) > 4
+            assert real[: len(lengths)] == lengths
+
+
+def test_the_int4_model_of_a_float32_bundle_is_the_int4_bundle():
+    made = acceptance.int4(bundles.tensors("tiny2-fp32-dflash"))
+    other = bundles.tensors("tiny2-int4-dflash")
+    assert made.keys() == other.keys()
+    for name, value in made.items():
+        np.testing.assert_array_equal(value, other[name])
+
+
+def test_decoding_with_the_drafter_is_lossless_and_worth_it(tmp_path):
+    path = tmp_path / "tiny.kdtr"
+    name = "tiny-int4-dflash"
+    bundle.write(path, bundles.tensors(name), bundles.config(name))
+    prompt = ",".join(map(str, bundles.prompts(name)[0]))
+    arguments = [str(path), "--prompt-tokens", prompt, "--drafter", "dflash"]
+    arguments += ["--device", "reference", "--max-new", "40", "--eos", "none", "--compare", "ar"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "STRICT: 40 tokens" in done.output
+    mean = float(done.output.split("accepted a round: mean ")[1].split()[0])
+    assert mean > 2, done.output
+
+
+def test_a_request_that_ends_leaves_the_others_context(texts):
+    weights, config, *_ = texts
+    prompts = [prompt[:4] for prompt in bundles.prompts(NAME)]
+    drafter = DFlash(weights, config)
+    runs = decode(weights, config, prompts, drafter, budget=4, max_new=[9, 2, 7], eos=())
+    for request, run in enumerate(runs):
+        hidden = forward(weights, config, run.text[:-1], faithful=True)["hidden"]
+        whole = dflash.context_rows(hidden, weights, config, 0, dflash.FAITHFUL)
+        np.testing.assert_allclose(drafter.contexts[request], whole, rtol=0.02, atol=0.02)
+
+
+def test_a_context_that_is_not_the_texts_is_refused(texts):
+    weights, config, _, hidden = texts
+    drafter = DFlash(weights, config)
+    drafter.observe(0, hidden[:, 0, :5])
+    drafter.propose(0, [1] * 6, 3)
+    with pytest.raises(ValueError, match="context of 5 for a text of 7"):
+        drafter.propose(0, [1] * 7, 3)
+    with pytest.raises(ValueError, match="no drafter"):
+        DFlash(weights, bundles.config("micro-fp32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 1}, "drafter.block_size"),
+        ({"mask_token_id": 512}, "drafter.mask_token_id"),
+        ({"target_layer_ids": [0, 4]}, "drafter.target_layer_ids"),
+        ({"num_attention_heads": 3}, "drafter.num_attention_heads"),
+        ({"head_dim": 0}, "drafter.head_dim"),
+        ({"rope_scaling": {"type": "linear"}}, "drafter.rope_scaling"),
+        ({"intermediate_size": 128}, "drafter.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_a_bundle_says_what_is_wrong_with_its_drafter(tmp_path, change, message):
+    name = "tiny-int4-dflash"
+    config = bundles.config(name)
+    config["drafter"] |= change
+    with pytest.raises(InvalidFile, match=message):
+        bundle.write(tmp_path / "tiny.kdtr", bundles.tensors(name), config)
+
+
+def test_a_drafter_stays_bf16_in_a_float32_bundle(tmp_path):
+    path, name = tmp_path / "tiny.kdtr", "tiny-fp32-dflash"
+    tensors = bundles.tensors(name)
+    bundle.write(path, tensors, bundles.config(name))
+    opened = bundle.Bundle(path)
+    assert opened["drafter.fc.weight"].dtype == tensors["drafter.fc.weight"].dtype
+    opened.verify()
+    wrong = {**tensors, "drafter.norm.weight": tensors["drafter.norm.weight"].astype(np.float32)}
+    with pytest.raises(InvalidFile, match=r"drafter\.norm\.weight.*BF16"):
+        bundle.write(path, wrong, bundles.config(name))
