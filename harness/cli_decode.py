@@ -326,8 +326,10 @@ def summary(run: Run, count: int) -> None:
     rounds = [done for request in run.requests for done in request.rounds]
     nodes = sum(len(done.tokens) for done in rounds)
     ended = Counter(request.ended for request in run.requests)
+    rounds_s = sum(s for stage, s in run.times.items() if stage not in ("load", "prefill"))
+    rate = sum(done.emitted for done in rounds) / rounds_s if rounds else 0.0
     say(
-        f"\n{tokens} tokens in {run.seconds:.3f} s ({tokens / run.seconds:.1f} a second); "
+        f"\n{tokens} tokens in {run.seconds:.3f} s, in rounds {rate:.0f} a second; "
         f"ended by {', '.join(f'{why} {n}' if count > 1 else why for why, n in ended.items())}"
     )
     if rounds:
