@@ -394,51 +394,68 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
 
 
 def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
-    """Inputs that change the golden of no case, asked once for each state of spec and oracle.
+    """Inputs and scalars that change the golden of no case, asked once a state of spec and oracle.
 
     Only the simulator's cases are tried, if there are any.
     """
     path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
+    asked = {*spec.inputs, *spec.scalars}
     with contextlib.suppress(OSError, ValueError, TypeError):
         names = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(names, list) and all(name in spec.inputs for name in names):
+        if isinstance(names, list) and asked.issuperset(names):
             return names
-    left = set(spec.inputs)
+    left = asked
     cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
     for case in sorted(cases, key=lambda c: sum(map(math.prod, spec.shapes(c).values()))):
         if left:
-            left -= {name for name, found in sensitivity(spec, case, left).items() if found}
+            left = left - {name for name, found in sensitivity(spec, case, left).items() if found}
     with contextlib.suppress(OSError):
         replace_file(path, json.dumps(sorted(left)).encode())
     return sorted(left)
 
 
 def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> dict[str, bool]:
-    """For each input: does the golden change, or the oracle object, when that input is perturbed?
+    """For each input and scalar: does the golden change, or the oracle object, when that changes?
 
-    Tried are, until one works: every element changed, the order of elements reversed, one element
-    in the middle changed. An oracle that fails or does not end has looked at its input.
+    Of an input are tried, until one works: every element changed, the order of elements reversed,
+    one element in the middle changed. An oracle that fails or does not end has looked at it.
     """
     start = time.monotonic()
     golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
     limit_s = 5.0 + 10.0 * (time.monotonic() - start)
     found = {}
-    for name in spec.inputs if names is None else sorted(names):
-        trials = (
-            replace(golden, inputs={**golden.inputs, name: changed})
-            for changed in _perturbed(golden.inputs[name])
-        )
-        found[name] = any(_differs(spec, case, golden, trial, limit_s) for trial in trials)
+    for name in [*spec.inputs, *spec.scalars] if names is None else sorted(names):
+        if name in spec.inputs:
+            trials = (
+                (case, replace(golden, inputs={**golden.inputs, name: changed}))
+                for changed in _perturbed(golden.inputs[name])
+            )
+        else:
+            trials = (
+                (replace(case, scalars={**case.scalars, name: changed}), golden)
+                for changed in _others(case.scalars[name])
+            )
+        found[name] = any(_differs(spec, *trial, limit_s) for trial in trials)
     return found
 
 
-def _differs(spec: Spec, case: Case, golden: Golden, trial: Golden, limit_s: float) -> bool:
+def _differs(spec: Spec, case: Case, golden: Golden, limit_s: float) -> bool:
+    """Whether the oracle now says something else than what the golden expects."""
     try:
         with time_limit(limit_s, "it does not end"), np.errstate(all="ignore"):
-            returned = reference(spec, case, trial)
+            returned = reference(spec, case, golden)
     except Fault:
         return True
     return any(digest(np.asarray(returned[n])) != digest(golden.expected[n]) for n in spec.outputs)
+
+
+def _others(value: bool | int | float) -> list[bool | int | float]:
+    """Values of a scalar's type that are not it."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1, 2 * value, value // 2]
+    return [value * 1.5 + 1e-3, value / 2, -value]
 
 
 def _perturbed(array: np.ndarray) -> Iterator[np.ndarray]:
