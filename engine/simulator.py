@@ -4,7 +4,8 @@ Numba simulates a block with one operating-system thread a CUDA thread and a pol
 CUDA thread is a greenlet that runs until it blocks, so that
 
 * a barrier or a warp collective costs microseconds, and the order of threads is fixed by
-  `schedule`: two runs in opposite orders give different bits where a barrier is missing;
+  `schedule`: warps in step, or in the opposite order and each as far ahead as it gets. The two
+  give different bits where a barrier is missing;
 * a barrier or collective that can never complete is reported at once, with the threads that wait;
 * warp collectives (shfl, ballot, any, all, syncwarp, mma, ldmatrix) exist, and lanes that diverge
   around one are an error;
@@ -40,7 +41,8 @@ _current: "Thread | None" = None
 
 @contextmanager
 def schedule(order: int) -> Iterator[None]:
-    """Run the threads of every block in ascending (1) or descending (-1) order."""
+    """Run the threads of every block in ascending order, warps in step (1), or in descending order,
+    a warp ahead of the others until a barrier stops it (-1)."""
     global _order
     if order not in (1, -1):
         raise ValueError(f"schedule: order is 1 or -1, got {order}")
@@ -138,9 +140,14 @@ class Block:
         if len(slots) == mask.bit_count():
             del self.warps[key]
             results = combine({n: v for n, (_, v) in slots.items()})
+            woken = []
             for n, (other, _) in sorted(slots.items(), key=lambda item: item[0] * _order):
                 self.warp_results[other.thread_id] = results[n]
-                self.ready.append(other)
+                woken.append(other)
+            if _order > 0:
+                self.ready.extend(woken)
+            else:  # this warp runs ahead of the others, as far as barriers let it
+                self.ready.extendleft(reversed(woken))
         thread.block_until_woken(f"warp collective with mask {mask:#010x}")
         return self.warp_results.pop(thread.thread_id)
 

@@ -75,7 +75,9 @@ def mutate(
             )
             bad = len({problem.partition(": ")[0] for problem in problems})
         else:
-            made = mutate.examine(root, chosen, workers=count, say=say)
+            made = mutate.examine(
+                root, chosen, everything=stages.readable(loaded), workers=count, say=say
+            )
             bad = sum(c["verdict"] != mutate.CERTIFIED for c in made)
     except (LookupError, OSError, RuntimeError) as error:
         fail(error, 1)

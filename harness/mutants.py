@@ -41,6 +41,7 @@ _ARITHMETIC = {
 }  # fmt: skip
 _SILENT = {"check", "pdl_wait", "pdl_launch_dependents", "_require_device_array"}
 _SIZES = {"array"}  # of shared and local memory: one more of it changes nothing
+_STEPS = {"u16": 2, "u32": 4, "v2": 8, "v4": 16}
 _AXES = {"x": "y", "y": "x", "z": "x"}
 
 
@@ -347,10 +348,13 @@ class _Operators:
             return
         waits = name in ("syncthreads", "syncwarp", "threadfence") or "wait" in name
         yield self.replace("barrier" if waits else "call", node, "None")
-        if name.startswith("store") and len(node.args) == 3:
-            at, value = self.text(node.args[1]), self.text(node.args[2])
-            yield self.replace("shifted store", node.args[1], f"({at}) + 1", said=node)
-            yield self.replace("constant output", node.args[2], f"({value}) - ({value})", said=node)
+        if name.startswith("store") and len(node.args) > 1:
+            place = node.args[1] if name == "store" else node.args[0]
+            value = node.args[2] if name == "store" else node.args[1]
+            step = _STEPS.get(name.rpartition("_")[2], 1)  # bytes from an address, or elements
+            yield self.replace("shifted store", place, f"({self.text(place)}) + {step}", said=node)
+            text = self.text(value)
+            yield self.replace("constant output", value, f"({text}) - ({text})", said=node)
 
     def stored(self, node: ast.Assign) -> Iterator[_Edit]:
         target = node.targets[0]

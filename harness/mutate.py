@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
+import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,13 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import mutants, nursery, sources
+from harness import spec as specs
 from harness.mutants import Planted
 from harness.report import Status, replace_file
 from harness.spec import Case, Spec
 
 FOLDER = Path("ci", "certificates")
-COUNT = 10  # generic mutants of a kernel
+COUNT = 8  # generic mutants of a kernel
 COUNT_GOLDEN = 4  # and of an oracle
+LIMIT_S = 300.0  # of processor time, for a case whose own time is not known
 HONEST = 0.5  # share of its bound that the honest kernel may use
 
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
@@ -56,7 +61,12 @@ class Pool:
     def submit(self, job: dict[str, Any]) -> Future[dict[str, Any]]:
         return self._threads.submit(self._judge, job)
 
-    def close(self) -> None:
+    def close(self, *, now: bool = False) -> None:
+        """Wait for what is queued, or with `now` end it."""
+        if now:
+            for process in self._started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         self._threads.shutdown(cancel_futures=True)
         for process in self._started:
             if process.stdin:
@@ -93,6 +103,7 @@ class Pool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # with its children, in a group of its own
         )
 
     def _once(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +112,7 @@ class Pool:
         try:
             answer, _ = process.communicate(json.dumps(job) + "\n", timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return nursery.lost(job, Status.TIMEOUT, f"no verdict after {limit_s:g} s")
         try:
@@ -116,8 +127,10 @@ def pool(root: Path, workers: int, device: str = "sim") -> Iterator[Pool]:
     made = Pool(root, workers, device)
     try:
         yield made
-    finally:
-        made.close()
+    except BaseException:
+        made.close(now=True)
+        raise
+    made.close()
 
 
 # -- one spec --------------------------------------------------------------------------------------
@@ -142,6 +155,7 @@ class Examination:
     spec: Spec
     pool: Pool
     folder: Path  # for the mutants' files
+    siblings: Sequence[Spec] = ()  # other specs of the same module
     count: int = COUNT
     honest: dict[str, Honest] = field(default_factory=dict)
 
@@ -213,8 +227,11 @@ class Examination:
     def reaches(self, honest: Honest, mutant: Planted) -> bool:
         return mutant.module != self.module() or mutant.line in honest.reached
 
-    def judge(self, mutant: Planted, cases: Sequence[str]) -> Callable[[], dict[str, Any]]:
-        """Start on a mutant; what is returned waits for its row of the certificate."""
+    def judge(
+        self, mutant: Planted, cases: Sequence[str], *, of: Spec | None = None
+    ) -> Callable[[], dict[str, Any]]:
+        """Start on a mutant; what is returned waits for its row of the certificate. of: the spec
+        whose cases they are, where it is a sibling."""
         row = {"name": mutant.name, "operator": mutant.operator, "module": mutant.module}
         if mutant.flaw or not cases:
             outcome, _, why = mutant.flaw.partition(": ")
@@ -223,10 +240,22 @@ class Examination:
             return lambda: {**row, "outcome": outcome, "why": why}
         key = hashlib.sha256(f"{mutant.module}\0{mutant.name}".encode()).hexdigest()[:16]
         file = self.file(key, mutant.source)
-        future = self.pool.submit(self.job(cases, mutant.module, file))
-        return lambda: {**row, **self.outcome(mutant, future.result())}
+        future = self.pool.submit(self.job(cases, mutant.module, file, of=of))
+        return lambda: {**row, **self.outcome(mutant, future.result(), of)}
 
-    def outcome(self, mutant: Planted, result: Mapping[str, Any]) -> dict[str, Any]:
+    def elsewhere(self, mutant: Planted, row: dict[str, Any]) -> dict[str, Any]:
+        """The row of a survivor that another spec of the same file kills. What the cases of one
+        spec cannot show (a batch, another dtype) is there for the others to show."""
+        for sibling in self.siblings:
+            cases = [case.name for case in _cheapest(sibling)]
+            found = self.judge(mutant, cases, of=sibling)()
+            if found["outcome"] == KILLED:
+                return found
+        return row
+
+    def outcome(
+        self, mutant: Planted, result: Mapping[str, Any], of: Spec | None
+    ) -> dict[str, Any]:
         if result["flaw"]:
             return {"outcome": INVALID, "why": result["flaw"].removeprefix("INVALID: ")[:200]}
         runs = result["runs"]
@@ -235,22 +264,29 @@ class Examination:
             if mutant.reason:
                 return {"outcome": EQUIVALENT, "why": mutant.reason}
             return {"outcome": SURVIVED, "why": f"{len(runs)} cases pass"}
-        found = {"outcome": KILLED, "case": last["case"], "verdict": last["status"]}
-        if (excess := _number(last["excess"])) is not None:
+        case = f"{of.stem}::{last['case']}" if of else last["case"]
+        found = {"outcome": KILLED, "case": case, "verdict": last["status"]}
+        if not of and (excess := _number(last["excess"])) is not None:
             found["excess"] = _rounded(excess)
         if mutant.reason:
             found["why"] = f"it is said to change nothing: {mutant.reason}"
         return found
 
     def job(
-        self, cases: Sequence[str], module: str, file: Path, *, cover: bool = False
+        self,
+        cases: Sequence[str],
+        module: str,
+        file: Path,
+        *,
+        cover: bool = False,
+        of: Spec | None = None,
     ) -> dict[str, Any]:
+        known = {} if of else self.honest
         limits = {
-            name: 5 + 10 * self.honest[name].seconds if name in self.honest else 600.0
-            for name in cases
+            name: 5 + 10 * known[name].seconds if name in known else LIMIT_S for name in cases
         }
         return {
-            "spec": str(self.spec.path.resolve()),
+            "spec": str((of or self.spec).path.resolve()),
             "module": module,
             "file": str(file),
             "cases": list(cases),
@@ -276,8 +312,12 @@ class Examination:
             batch = [self.judge(mutant, self.order(mutant)) for mutant in drawn[:short]]
             del drawn[:short]
             rows += [wait() for wait in batch]
-        rows = [wait() for wait in waiting] + rows
-        return self.certificate(rows, before)
+        by_name = {mutant.name: mutant for mutant in generic}
+        rows = [
+            self.elsewhere(by_name[row["name"]], row) if row["outcome"] == SURVIVED else row
+            for row in rows
+        ]
+        return self.certificate([wait() for wait in waiting] + rows, before)
 
     def certificate(
         self, rows: list[dict[str, Any]], before: Mapping[str, Any] | None
@@ -306,11 +346,20 @@ class Examination:
         return sealed(content)
 
 
+def _cheapest(spec: Spec) -> list[Case]:
+    """The simulator's cases of a spec, the smallest tensors first."""
+
+    def size(case: Case) -> int:
+        return sum(math.prod(shape) for shape in spec.shapes(case).values())
+
+    return sorted((case for case in spec.cases.values() if case.sim), key=size)
+
+
 def _source(module: str) -> str:
-    file = sources.file_of(module)
-    if file is None:
+    found = importlib.util.find_spec(module)
+    if found is None or not found.origin or not found.origin.endswith(".py"):
         raise LookupError(f"{module}: there is no source to plant a fault in")
-    return file.read_text(encoding="utf-8")
+    return Path(found.origin).read_text(encoding="utf-8")
 
 
 def bounded(spec: Spec, case: Case) -> bool:
@@ -446,20 +495,22 @@ def write(root: Path, spec: Spec, content: Mapping[str, Any]) -> Path:
 
 def examine(
     root: Path,
-    specs: Sequence[Spec],
+    chosen: Sequence[Spec],
     *,
+    everything: Sequence[Spec],
     workers: int,
     count: int = COUNT,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Make and write the certificate of each spec, in the simulator."""
+    """Make and write the certificate of each spec, in the simulator; everything: all specs."""
 
     def one(spec: Spec) -> dict[str, Any]:
         try:
             before = read(root, spec)
         except ValueError:
             before = None
-        certificate = Examination(spec, judges, Path(folder), count).run(before)
+        family = [s for s in everything if _family(s) == _family(spec) and s.id != spec.id]
+        certificate = Examination(spec, judges, Path(folder), family, count).run(before)
         write(root, spec, certificate)
         say(line(spec, certificate))
         return certificate
@@ -469,12 +520,16 @@ def examine(
         pool(root, workers) as judges,
         ThreadPoolExecutor(workers + 1) as threads,
     ):
-        return list(threads.map(one, specs))
+        return list(threads.map(one, chosen))
+
+
+def _family(spec: Spec) -> str:
+    return mutants.default_module(spec) if spec.stage == "kernel" else spec.id
 
 
 def check(
     root: Path,
-    specs: Sequence[Spec],
+    chosen: Sequence[Spec],
     *,
     workers: int,
     device: str = "sim",
@@ -499,7 +554,7 @@ def check(
         pool(root, workers, device) as judges,
         ThreadPoolExecutor(workers + 1) as threads,
     ):
-        return [problem for found in threads.map(one, specs) for problem in found]
+        return [problem for found in threads.map(one, chosen) for problem in found]
 
 
 def standing(root: Path, spec: Spec) -> list[str]:
@@ -525,18 +580,22 @@ def is_stale(root: Path, spec: Spec) -> bool:
 
 
 def again(examination: Examination, certificate: Mapping[str, Any], part: float) -> list[str]:
-    """Judge a certificate's mutants again: the dead by the case that killed them."""
+    """Judge a certificate's mutants again: the dead by the case that killed them, those that change
+    nothing by the two cheapest."""
     spec = examination.spec
     own, generic = examination.planted()
     planted = {(p.module, p.name): p for p in [*own, *generic]}
-    cases = [case.name for case in examination.cases()]
-    waiting, said = [], []
+    cases = [h["case"] for h in certificate["honest"]][:2]
+    waiting: list[tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = []
+    said = []
     for row in certificate["mutants"]:
         mutant = planted.get((row["module"], row["name"]))
         if mutant is None:
             said.append(f"{row['name']} is in its certificate and cannot be made any more")
         elif row["outcome"] == KILLED and _chosen(spec, mutant, part):
-            waiting.append((row, examination.judge(mutant, [row["case"]])))
+            stem, _, case = row["case"].rpartition("::")
+            of = specs.load(spec.path.with_name(f"{stem}.toml")) if stem else None
+            waiting.append((row, examination.judge(mutant, [case], of=of)))
         elif row["outcome"] == EQUIVALENT and _chosen(spec, mutant, part):
             waiting.append((row, examination.judge(mutant, cases)))
     for row, wait in waiting:
@@ -564,11 +623,11 @@ def line(spec: Spec, certificate: Mapping[str, Any]) -> str:
     return "\n".join([said, *(f"  {problem}" for problem in certificate["problems"])])
 
 
-def summary(root: Path, specs: Sequence[Spec]) -> dict[str, Any]:
+def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
     """The report's section: every spec's certificate as it stands, and the score of all."""
     rows = []
     total = score(())
-    for spec in specs:
+    for spec in chosen:
         said = standing(root, spec)
         row: dict[str, Any] = {"spec": spec.stem, "verdict": CERTIFIED, "problems": said}
         with contextlib.suppress(ValueError):
