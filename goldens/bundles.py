@@ -140,6 +140,8 @@ _SHAPES = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 4096,
+        "rms_norm_eps": 0.05,  # unlike and large, so that taking the one for the other shows
+        "lora_rms_norm_eps": 0.5,
     },
     "k26": {
         "vocab_size": 163840,

@@ -23,10 +23,11 @@ def inputs(
     elif pattern == "last":
         status[-1, -1, -1] = 3
     next_tokens = rng.integers(0, 1 << 17, requests)
+    next_tokens[-1] = 0
     made = {
         "status": status.reshape(sites, requests * nodes),
         "counts": counts,
-        "next_tokens": np.where(counts > 0, next_tokens, -1),
+        "next_tokens": np.where(counts > 0, next_tokens, -1),  # token 0 is one like the others
         "new_prefix_len": rng.integers(0, 1 << 18, requests),
         "root_tokens": rng.integers(0, 1 << 17, requests),
         "prefix_len": rng.integers(0, 1 << 18, requests),

@@ -29,10 +29,10 @@ def inputs(
     rng: Stream, *, requests: int, length: int, vocabulary: int, pattern: str, dtype: str
 ) -> dict[str, np.ndarray]:
     """pattern: "normal"; "ties" (few different values); "plateau" (nearly all equal); "sorted"
-    (descending with the id, so that the best are neighbours); "minus_infinity" (most tokens
-    masked); "all_masked" (one row wholly -inf); "nan", "infinity" (one in one row); "zeros" (0 and
-    -0); "huge" (sums of differences overflow); "far" (one token has all the probability);
-    "denormal" (all below 2^-126)."""
+    (descending with the id, so that the best are neighbours); "rising" (the other way: the best
+    come last); "minus_infinity" (most tokens masked); "all_masked" (one row wholly -inf); "nan",
+    "infinity" (one in one row); "zeros" (0 and -0); "huge" (sums of differences overflow); "far"
+    (one token has all the probability); "denormal" (all below 2^-126)."""
     shape = (requests, length, vocabulary)
     x = rng.bell(shape) * 3.0
     if pattern == "ties":
@@ -41,6 +41,8 @@ def inputs(
         x = np.where(rng.uniform(shape) < 1 - 2.0 / vocabulary, 1.5, x)
     elif pattern == "sorted":
         x = -np.sort(-x, axis=-1)
+    elif pattern == "rising":
+        x = np.sort(x, axis=-1)
     elif pattern in ("minus_infinity", "all_masked"):
         x = np.where(rng.integers(0, vocabulary, shape) < 5, x, -np.inf)
         x[..., vocabulary // 2] = 1.0

@@ -408,7 +408,9 @@ def calibration(spec: Spec, content: Mapping[str, Any]) -> dict[str, Any] | None
     dead = [row for row in dead if row["operator"] == "named"] or dead
     excess = {row["name"]: float(row.get("excess", "inf")) for row in dead}
     honest = max(rooms, default=0.0)
-    found: dict[str, Any] = {"honest": _rounded(honest)}
+    found: dict[str, Any] = {
+        "honest": _rounded(honest), "least": None, "mutant": None, "distance": None,
+    }  # fmt: skip
     if excess:
         least = min(excess, key=lambda name: excess[name])
         found |= {"least": _rounded(excess[least]), "mutant": least}
@@ -440,7 +442,7 @@ def problems(spec: Spec, content: Mapping[str, Any]) -> list[str]:
     if bound and float(bound["honest"]) >= HONEST and not _in_steps(spec):
         said.append(f"the honest kernel uses {bound['honest']} of its bound, {HONEST} or more")
     if bound and not _in_steps(spec):
-        if "least" in bound and float(bound["least"]) <= 1:
+        if bound["least"] is not None and float(bound["least"]) <= 1:
             said.append(f"{bound['mutant']} is within the bound: {bound['least']} of it")
     return said
 
@@ -619,7 +621,7 @@ def line(spec: Spec, certificate: Mapping[str, Any]) -> str:
     )
     bound = certificate["calibration"]
     if bound:
-        said += f"; honest {bound['honest']}, least fault {bound.get('least', 'none')}"
+        said += f"; honest {bound['honest']}, least fault {bound['least']}"
     return "\n".join([said, *(f"  {problem}" for problem in certificate["problems"])])
 
 
@@ -629,11 +631,14 @@ def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
     total = score(())
     for spec in chosen:
         said = standing(root, spec)
-        row: dict[str, Any] = {"spec": spec.stem, "verdict": CERTIFIED, "problems": said}
+        row: dict[str, Any] = {
+            "spec": spec.stem, "verdict": CERTIFIED, "problems": said, "survivors": [],
+            "score": None, "calibration": None,
+        }  # fmt: skip
         with contextlib.suppress(ValueError):
             certificate = read(root, spec)
             if certificate:
-                row |= {k: certificate[k] for k in ("score", "calibration", "device")}
+                row |= {k: certificate[k] for k in ("score", "calibration")}
                 row["survivors"] = [
                     {"name": r["name"], "why": r["why"]}
                     for r in certificate["mutants"]
@@ -653,7 +658,11 @@ def total(found: Mapping[str, Any]) -> str:
     """The summary in a line."""
     counts = found["total"]
     share = found["killed_share"]
-    said = f"{len(found['specs'])} specs, {sum(counts.values())} mutants: " + ", ".join(
-        f"{n} {outcome}" for outcome, n in counts.items() if n
+    verdicts = [row["verdict"] for row in found["specs"]]
+    said = f"{len(verdicts)} specs, " + ", ".join(
+        f"{verdicts.count(v)} {v}" for v in (CERTIFIED, "STALE", VACUOUS) if v in verdicts
     )
-    return said if share is None else f"{said}; {100 * share:.1f}% of those that change something"
+    said += "; mutants: " + (
+        ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) or "none"
+    )
+    return said if share is None else f"{said}; {100 * share:.1f}% killed"

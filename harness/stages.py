@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import devices, merge, receipts, report, spec
+from harness import devices, merge, mutate, receipts, report, spec
 from harness.spec import Case, Spec, SpecError
 
 Pair = tuple[Spec, Case]
@@ -277,6 +277,8 @@ class Gate:
         context |= merge.contexts(self.reports)
         context["sources"] = receipts.sources_digest(self.specs)
         context["asked"] = {"gpus": len(self.choice.gpus), **self.narrowing}
+        if (self.root / mutate.FOLDER).is_dir():
+            context["mutation"] = mutate.summary(self.root, readable(self.specs))
         if self.shard:
             context["shard"] = {"index": self.shard[0], "count": self.shard[1]}
         written = report.write(self.root / self.folder / "report.json", verdicts, **context)
@@ -286,6 +288,8 @@ class Gate:
             if not case["ok"]:
                 self.say("\n" + case["text"])
         self.tell_elsewhere()
+        if "mutation" in context and self.whole:
+            self.say(f"\n{mutate.total(context['mutation'])}")
         if self.receipt and verdicts:
             for path in receipts.record(self.root, written, readable(self.specs)):
                 self.say(f"receipt: {path.relative_to(self.root)}")

@@ -333,6 +333,29 @@ def test_a_certificate_is_checked_by_what_happens(project):
     assert "VACUOUS: no certificate" in done.stdout
 
 
+def test_the_report_says_what_each_spec_can_catch(project):
+    with_mutants(project, only=("a_third", "survives"))
+    project.kdtr("mutate", "--spec", "half", "-n", "2")
+    done = project.gate("--spec", "half", "--device", "sim")
+    assert done.returncode == 0, done.stdout  # certificates are `kdtr mutate --check`'s to judge
+    half, twice = project.report()["context"]["mutation"]["specs"]
+    assert (half["verdict"], twice["verdict"]) == ("VACUOUS", "VACUOUS")
+    page = (project.folder / "report" / "report.html").read_text()
+    assert "survives survives (2 cases pass)" in page
+    assert "no certificate" in page
+
+
+def test_what_one_spec_cannot_show_another_of_the_same_file_may(project):
+    """A spec of whole warps does not see the bound; one of a single element does."""
+    for stem, n in (("half", 32), ("half_of_5", 5)):
+        text = textwrap.dedent(FLOAT).partition("[cases]")[0] + "[cases]\n"
+        project.write(f"specs/{stem}.toml", f"{text}one = {{ n = {n}, sim = true }}\n")
+    project.kdtr("mutate", "--spec", "half", "-n", "2")
+    killers = {name: row.get("case") for name, row in rows(project)[0].items()}
+    assert killers["_half: i < x.size with <="] == "half_of_5::one"
+    assert killers["half: return None"] == "one"
+
+
 # -- the tree --------------------------------------------------------------------------------------
 
 
@@ -342,3 +365,8 @@ def test_every_named_mutant_of_the_tree_is_one_edit_of_the_source_that_it_names(
         texts = {name: (ROOT / f"{name.replace('.', '/')}.py").read_text() for name in names}
         flaws = [f"{m.name}: {m.flaw}" for m in mutants.named(one, texts) if m.flaw]
         assert not flaws, one.id
+
+
+def test_every_spec_of_the_tree_names_faults_of_its_own():
+    bare = [s.id for s in stages.readable(stages.load_specs(ROOT)) if not s.mutants]
+    assert not bare
