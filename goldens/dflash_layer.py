@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from goldens import dflash
+from goldens.k26_layer import matrix
 from goldens.model import Weights
 from goldens.numerics import BF16, Stream, round_to
 from goldens.rounding import EXACT, Rounding, companions
@@ -20,9 +21,6 @@ def inputs(
     """Noise of the size that a trained layer has. Nothing may depend on page_size."""
     groups = entry // 2
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return round_to(rng.bell((rows, columns)) * np.sqrt(0.75 / columns), BF16)
-
     def norm(columns: int) -> np.ndarray:
         return round_to(1 + 0.25 * rng.uniform(columns), BF16)
 
@@ -30,16 +28,16 @@ def inputs(
         "x": round_to(rng.bell((slots, hidden)), np.float32),
         "context": round_to(rng.bell((keys, entry)), BF16),
         "input_norm": norm(hidden),
-        "q_proj": matrix(q_width, hidden),
-        "k_proj": matrix(groups, hidden),
-        "v_proj": matrix(groups, hidden),
+        "q_proj": matrix(rng, q_width, hidden),
+        "k_proj": matrix(rng, groups, hidden),
+        "v_proj": matrix(rng, groups, hidden),
         "q_norm": norm(size),
         "k_norm": norm(size),
-        "o_proj": matrix(hidden, q_width),
+        "o_proj": matrix(rng, hidden, q_width),
         "post_norm": norm(hidden),
-        "gate_proj": matrix(inner, hidden),
-        "up_proj": matrix(inner, hidden),
-        "down_proj": matrix(hidden, inner),
+        "gate_proj": matrix(rng, inner, hidden),
+        "up_proj": matrix(rng, inner, hidden),
+        "down_proj": matrix(rng, hidden, inner),
     }
 
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from engine import bundle
 from engine.tensorfile import InvalidFile
-from goldens import acceptance, bundles, calibrate, dflash
+from goldens import acceptance, bundles, calibrate, dflash, dflash_logits
 from goldens.decode import decode
 from goldens.drafters import DFlash
 from goldens.forward import forward
@@ -202,3 +202,101 @@ def test_a_drafter_stays_bf16_in_a_float32_bundle(tmp_path):
     wrong = {**tensors, "drafter.norm.weight": tensors["drafter.norm.weight"].astype(np.float32)}
     with pytest.raises(InvalidFile, match=r"drafter\.norm\.weight.*BF16"):
         bundle.write(path, wrong, bundles.config(name))
+
+
+# -- faults of the loop, each far outside the bound of specs/dflash_logits.toml and dflash_runs ----
+
+
+@pytest.fixture(scope="module")
+def bounds():
+    """A text of tiny, its target's stream, and what the specs allow around the drafter's values."""
+    name = "tiny-int4-dflash"
+    weights, config = bundles.weights(name), bundles.config(name)
+    text = np.concatenate([bundles.prompts(name)[0], bundles.golden(name)[0][0][:20]])
+    golden = dflash_logits.drafted(text, weights, config, Stream("faults"))
+    hidden = forward(weights, config, text[:-1], faithful=True)["hidden"]
+
+    def beyond(logits: np.ndarray, context: np.ndarray) -> float:
+        """The largest error as a part of what the loosest of the specs allows."""
+        made = {"logits": logits, "context": context}
+        return max(
+            float((np.abs(made[n] - golden[n]) / (8 * golden[f"{n}.magnitude"])).max())
+            for n in made
+        )
+
+    return weights, config, text, hidden, beyond
+
+
+def test_the_faithful_drafter_is_well_inside_its_bound(bounds):
+    weights, config, text, hidden, beyond = bounds
+    root = int(text[-1])
+    assert beyond(*dflash.text_logits(hidden, root, weights, config, dflash.FAITHFUL)) < 0.6
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_tap_index_off_by_one_shows(bounds, shift):
+    weights, config, text, hidden, beyond = bounds
+    moved = hidden.copy()
+    for layer in config["drafter"]["target_layer_ids"]:
+        moved[layer + 1] = hidden[layer + 1 + shift]
+    assert beyond(*dflash.text_logits(moved, int(text[-1]), weights, config)) > 10
+
+
+def test_a_mask_in_slot_0_shows(bounds):
+    weights, config, _, hidden, beyond = bounds
+    mask = config["drafter"]["mask_token_id"]
+    assert beyond(*dflash.text_logits(hidden, mask, weights, config)) > 10
+
+
+def test_logits_of_the_slots_before_show(bounds):
+    """Slot i guesses the token i places behind the root: slot 0's own row is no guess."""
+    weights, config, text, hidden, beyond = bounds
+    good, context = dflash.text_logits(hidden, int(text[-1]), weights, config)
+    assert beyond(np.roll(good, 1, axis=0), context) > 10
+
+
+@pytest.mark.parametrize("wrong", ["one further", "all the root's"])
+def test_wrong_positions_of_the_block_show(bounds, monkeypatch, wrong):
+    weights, config, text, hidden, beyond = bounds
+    context = dflash.context_rows(hidden, weights, config, 0)
+    honest, prefix = dflash.layer, context.shape[1]
+
+    def layer(x, context, weights, number, drafter, positions, r):
+        positions = positions + 1 if wrong == "one further" else np.full_like(positions, prefix)
+        return honest(x, context, weights, number, drafter, positions, r)
+
+    monkeypatch.setattr(dflash, "layer", layer)
+    logits = dflash.block_logits(int(text[-1]), context, weights, config)
+    assert beyond(logits, context) > 10
+
+
+@pytest.mark.parametrize("fault", ["rejected node's row", "block's row kept", "a row left out"])
+def test_a_stale_context_shows(bounds, fault):
+    """In the last row alone: what a gather by entry, an append of the block, or a prefix that was
+    read too early leaves there."""
+    weights, config, text, hidden, beyond = bounds
+    context = dflash.context_rows(hidden, weights, config, 0)
+    stale = context.copy()
+    if fault == "rejected node's row":
+        run = forward(weights, config, [*text[:-2], text[-2] + 1])
+        stale[:, -1] = dflash.context_rows(run["hidden"], weights, config, 0)[:, -1]
+    elif fault == "block's row kept":
+        mask = weights("model.embed_tokens")[[config["drafter"]["mask_token_id"]]]
+        h = dflash.rms_norm(mask, weights("drafter.layers.0.input_layernorm"), 1e-5)
+        place = np.array([context.shape[1] - 1])
+        stale[0, -1] = dflash.keys_values(h, weights, 0, config["drafter"], place)[0]
+    else:
+        stale[:, -1] = 0
+    logits = dflash.block_logits(int(text[-1]), stale, weights, config)
+    assert beyond(logits, context) > 1  # the guesses alone, the rows themselves left out
+    assert beyond(logits, stale) > 10
+
+
+def test_a_batch_that_loses_a_request_in_the_middle_shows(bounds):
+    """Rows of another request in place of one's own."""
+    weights, config, text, hidden, beyond = bounds
+    other = bundles.prompts("tiny-int4")[1]
+    run = forward(weights, config, other)
+    moved = hidden.copy()
+    moved[:, -1] = run["hidden"][:, -1]
+    assert beyond(*dflash.text_logits(moved, int(text[-1]), weights, config)) > 10
