@@ -399,16 +399,29 @@ def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
     Only the simulator's cases are tried, if there are any.
     """
     path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
-    asked = {*spec.inputs, *spec.scalars}
+    asked = {*spec.inputs, *(spec.scalars if spec.kernel else ())}  # for a kernel to ignore
     with contextlib.suppress(OSError, ValueError, TypeError):
         names = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(names, list) and asked.issuperset(names):
             return names
-    left = asked
     cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
-    for case in sorted(cases, key=lambda c: sum(map(math.prod, spec.shapes(c).values()))):
+    cases.sort(key=lambda c: sum(map(math.prod, spec.shapes(c).values())))
+    values = dict.fromkeys(item for c in spec.cases.values() for item in c.scalars.items())
+
+    def moving(case: Case, names: Iterable[str]) -> set[str]:
+        return {name for name, found in sensitivity(spec, case, names).items() if found}
+
+    left = asked.difference(spec.invariant)
+    for case in cases:
         if left:
-            left = left - {name for name, found in sensitivity(spec, case, left).items() if found}
+            left -= moving(case, left)
+    for name, value in values:  # a seed says nothing where the temperature is 0
+        some = left.intersection(spec.scalars) - {name}
+        if some and cases[0].scalars[name] != value:
+            with contextlib.suppress(Fault):
+                left -= moving(replace(cases[0], scalars={**cases[0].scalars, name: value}), some)
+    if spec.invariant:
+        left |= set(spec.invariant) - moving(cases[0], spec.invariant)
     with contextlib.suppress(OSError):
         replace_file(path, json.dumps(sorted(left)).encode())
     return sorted(left)
@@ -454,8 +467,8 @@ def _others(value: bool | int | float) -> list[bool | int | float]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, value - 1, 2 * value, value // 2]
-    return [value * 1.5 + 1e-3, value / 2, -value]
+        return [value + 1, value - 1, 2 * value, value // 2, value + 97, value + 389]
+    return [value * 1.5 + 1e-3, value / 2, -value, value + 1]
 
 
 def _perturbed(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -108,12 +108,22 @@ def run_case(
 
 
 def inputs_matter(spec: Spec, cache_dir: Path | None) -> None:
-    """Raise VACUOUS if there is an input that no golden of the spec depends on."""
-    if names := goldens.insensitive(spec, cache_dir=cache_dir):
+    """Raise VACUOUS if there is an input or a scalar that no golden of the spec depends on.
+
+    SPEC_ERROR for a scalar that is declared to change nothing and does.
+    """
+    found = goldens.insensitive(spec, cache_dir=cache_dir)
+    if moving := [name for name in spec.invariant if name not in found]:
+        raise Fault(
+            Status.SPEC_ERROR,
+            f"{', '.join(moving)}: declared invariant, and a golden changes with it",
+        )
+    if names := [name for name in found if name not in spec.invariant]:
         raise Fault(
             Status.VACUOUS,
             f"no golden of {spec.id} changes when {', '.join(names)} is perturbed: a kernel that "
-            "ignores it passes. Add a case where it matters, or drop it",
+            "ignores it passes. Add a case where it matters, or drop it; a scalar that chooses how "
+            "something is computed and never what is named in `invariant`",
         )
 
 

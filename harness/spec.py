@@ -32,7 +32,7 @@ DTYPES: dict[str, np.dtype] = {
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 _TABLES = ("axes", "scalars", "options", "inputs", "outputs", "scratch", "cases", "fuzz", "mutants")
-_TOP = ("stage", "kernel", "reference", "weights", *_TABLES)
+_TOP = ("stage", "kernel", "reference", "weights", "invariant", *_TABLES)
 _CASE = {  # keys of a case that are neither axis, scalar nor option: type, what is expected
     "bench": (bool, "true or false"),
     "sim": (bool, "true or false"),
@@ -156,6 +156,7 @@ class Spec:
     axes: Mapping[str, int]  # these and the next two: where a case says nothing
     scalars: Mapping[str, Any]
     options: Mapping[str, Any]
+    invariant: tuple[str, ...]  # scalars that choose how something is computed and never what
     fuzz: Mapping[str, Range]
     mutants: tuple[Mutant, ...]
 
@@ -265,6 +266,7 @@ class _Reader:
             axes=self.axes,
             scalars=self.scalars,
             options=self.options,
+            invariant=self.invariant(),
             fuzz=self.fuzz(),
             mutants=self.mutants(),
         )
@@ -408,6 +410,12 @@ class _Reader:
         if type(value) is not kind or not positive or endless or value == "":
             raise self.error(where, expected, value)
         return value
+
+    def invariant(self) -> tuple[str, ...]:
+        names = self.table.get("invariant", [])
+        if not isinstance(names, list) or not all(n in self.scalars for n in names):
+            raise self.error("invariant", "a list of names of [scalars]", names)
+        return tuple(names)
 
     def fuzz(self) -> dict[str, Range]:
         ranges = {}

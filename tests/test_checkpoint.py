@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from test_bundle import mutated
+from test_bundle import CONFIG, mutated
 
 from engine import bundle, checkpoint
 from engine.bundle import Bundle
@@ -22,39 +22,12 @@ SAMPLE = ROOT / "goldens" / "pinned"
 BF16 = ml_dtypes.bfloat16
 PREFIX = "language_model."
 TEXT = {
+    **{key: value for key, value in CONFIG.items() if key != "lora_rms_norm_eps"},
     "model_type": "kimi_k2",
-    "vocab_size": 24,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_routed_experts": 3,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
     "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 2.827,
-    "rope_theta": 50000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 64.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
 }
 SCHEME = {
     "num_bits": 4,

@@ -159,21 +159,9 @@ def explored(path, **more):
 
 
 @pytest.fixture
-def scale(tmp_path):
-    """scale(fuzz, ...) writes the spec of broken.scale with that [fuzz] table; returns its path."""
-    from broken.scale import SPEC
-
-    def scale(table, *changes):
-        text = SPEC + "\n[fuzz]\n" + table
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        path = tmp_path / "specs" / "scale.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return scale
+def scale(load):
+    """scale(fuzz) writes the spec of broken.scale with that [fuzz] table; returns its path."""
+    return lambda table: load(("[cases]", f"[fuzz]\n{table}[cases]")).path
 
 
 def test_the_same_seed_draws_the_same_cases_whatever_is_loaded(scale, monkeypatch, tmp_path):

@@ -16,24 +16,6 @@ from harness.report import Fault, Status
 
 
 @pytest.fixture
-def load(tmp_path):
-    """load((old, new), ...) reads the scale spec with text replaced."""
-
-    def load(*changes, name="scale"):
-        text = SPEC
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        path = tmp_path / "specs" / f"{name}.toml"
-        path.parent.mkdir(exist_ok=True)
-        (tmp_path / "goldens").mkdir(exist_ok=True)
-        path.write_text(text)
-        return spec.load(path)
-
-    return load
-
-
-@pytest.fixture
 def make(tmp_path, monkeypatch, load):
     """make(reference=..., inputs=...) makes the golden of an oracle of these functions."""
 
@@ -249,7 +231,8 @@ def test_sensitivity_finds_the_input_that_is_ignored(load, tmp_path, monkeypatch
         scale, "inputs", lambda rng: {"x": RAMP.astype(np.float32), "w": np.ones(2, np.int32)}
     )
     loaded = load(("[outputs]", 'w = { shape = [2], dtype = "int32" }\n[outputs]'))
-    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "w": False}
+    found = {"x": True, "w": False, "factor": True}
+    assert golden.sensitivity(loaded, loaded.cases["small"]) == found
     assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
     with monkeypatch.context() as known:
         known.setattr(golden, "sensitivity", None)  # known from now on
@@ -270,7 +253,34 @@ def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
 
     monkeypatch.setattr(scale, "reference", particular)
     loaded = load()
-    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True}
+    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "factor": False}
+
+
+@pytest.mark.parametrize("value", ["3.0", "0.0", "3", "0", "true", "false"])
+def test_sensitivity_finds_the_scalar_that_is_ignored(load, tmp_path, monkeypatch, value):
+    from broken import scale
+
+    loaded = load(("factor = 3.0", f"factor = {value}"))
+    assert golden.insensitive(loaded, cache_dir=tmp_path / "a") == []
+    monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": x.astype(np.float64)})
+    assert golden.insensitive(loaded, cache_dir=tmp_path / "b") == ["factor"]
+
+
+def test_a_scalar_that_matters_beside_another_value_of_a_third_is_no_fault(
+    load, tmp_path, monkeypatch
+):
+    """A seed changes nothing where the temperature is 0."""
+    from broken import scale
+
+    monkeypatch.setattr(
+        scale,
+        "reference",
+        lambda *, x, factor, seed: {"y": x.astype(np.float64) + factor * seed},
+    )
+    seeded = ("factor = 3.0", "factor = 0.0\nseed = 1")
+    assert golden.insensitive(load(seeded), cache_dir=tmp_path / "c") == ["seed"]
+    hot = ("[cases]", "[cases]\nhot = { rows = 3, factor = 1.0 }")
+    assert golden.insensitive(load(seeded, hot), cache_dir=tmp_path / "c") == []
 
 
 # -- the cache -----------------------------------------------------------------------------------

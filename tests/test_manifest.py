@@ -4,9 +4,9 @@ import tomllib
 
 import numpy as np
 import pytest
-from broken.scale import SPEC, reference
+from broken.scale import reference
 
-from harness import manifest, spec
+from harness import manifest
 from harness.report import Fault
 
 INTEGER = ('dtype = "float32", match = { ulp = 1 }', 'dtype = "int8", match = "exact"')
@@ -16,24 +16,6 @@ INTEGER = ('dtype = "float32", match = { ulp = 1 }', 'dtype = "int8", match = "e
 def alone(monkeypatch):
     """As one process sees it, though these tests may run in a worker."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-
-
-@pytest.fixture
-def load(tmp_path):
-    """load((old, new), ...) reads the scale spec with text replaced."""
-
-    def load(*changes, name="scale"):
-        text = SPEC
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        path = tmp_path / "specs" / f"{name}.toml"
-        path.parent.mkdir(exist_ok=True)
-        (tmp_path / "goldens").mkdir(exist_ok=True)
-        path.write_text(text)
-        return spec.load(path)
-
-    return load
 
 
 def read(tmp_path):

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
-from broken.scale import SPEC, inputs, scale
+from broken.scale import inputs, scale
 
 from harness import golden, report, run, spec
 from harness.report import Fault, Status
@@ -23,18 +23,11 @@ FIRST = ("[cases]\nsmall", "[cases]\nfirst = { rows = 3 }\nsmall")
 
 
 @pytest.fixture
-def judge(tmp_path):
-    """judge(kernel, old=new, ...) runs case `small` of the scale spec, with text replaced."""
+def judge(load, tmp_path):
+    """judge(kernel, (old, new), ...) runs case `small` of the scale spec, with text replaced."""
 
     def judge(kernel=None, *changes, case="small"):
-        text = SPEC
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new)
-        path = tmp_path / "specs" / "scale.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        loaded = spec.load(path)
+        loaded = load(*changes)
         return run.run_case(loaded, loaded.cases[case], kernel=kernel, cache_dir=tmp_path / "c")
 
     return judge
@@ -492,8 +485,23 @@ def test_an_input_that_no_golden_depends_on_is_vacuous_in_the_first_case(judge, 
 
     verdict = judge(ramp, ignored, FIRST, case="first")
     assert verdict.status is Status.VACUOUS
-    assert "no golden of specs/scale.toml changes when x is perturbed" in verdict.message
+    assert "no golden of specs/scale.toml changes when factor, x is perturbed" in verdict.message
     assert judge(ramp, ignored, FIRST).status is Status.PASSED
+
+
+def test_a_scalar_is_invariant_where_the_spec_says_so_and_nothing_changes_with_it(judge, oracle):
+    ignored = oracle(lambda *, x, factor: {"y": x.astype(np.float64)})
+    declared = ("[axes]", 'invariant = ["factor"]\n[axes]')
+
+    def copy(x, *, factor, y):
+        y.copy_to_device(x.copy_to_host())
+
+    verdict = judge(copy, ignored)
+    assert (verdict.status, "factor is perturbed" in verdict.message) == (Status.VACUOUS, True)
+    assert judge(copy, ignored, declared).status is Status.PASSED
+    wrongly = judge(None, declared)
+    assert wrongly.status is Status.SPEC_ERROR
+    assert "factor: declared invariant, and a golden changes with it" in wrongly.message
 
 
 def test_execute_works_without_a_verdict(judge, tmp_path):
