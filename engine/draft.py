@@ -6,7 +6,7 @@ propose(request, text, k)        log_probs float32 [L, k] and tokens int32 [L, k
                                  all that was generated), best first; -inf and -1 where there are
                                  fewer. Called once a round for each request that goes on.
 
-
+The drafter that has weights, and proposes on the device, is engine/dflash.py.
 """
 
 from collections.abc import Sequence
