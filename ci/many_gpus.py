@@ -162,7 +162,14 @@ class Runs:
         compiling = None
         if self.choice.device == "cuda":
             target = TARGETS.get(self.choice.gpus[0].compute, "sm_90a")
-            command = [sys.executable, "-m", "engine.compile_gate", "--target", target]
+            command = [
+                sys.executable,
+                "-m",
+                "engine.compile_gate",
+                "--target",
+                target,
+                "--only-cache",
+            ]
             with (self.out / "compile.log").open("w") as log:
                 compiling = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         made = _make_goldens(self.pairs, limit)

@@ -9,12 +9,29 @@ from ci import many_gpus
 
 SMALL = "".join(f"c{n} = {{ n = {n}, sim = true }}\n" for n in (3, 33))
 MANY = "".join(f"c{n} = {{ n = {n}, sim = true }}\n" for n in range(10, 10 + 24))
-SLOW = """
-    import time
+WAITS = """
+    import os, tempfile, time
+    from pathlib import Path
     from mine.twice import twice as fast
 
+    def alive(pid):
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        return Path("/proc", pid, "stat").read_text().split()[2] != "Z"
+
     def twice(x, *, y):
-        time.sleep(0.7)  # so that a replacement finds work left
+        # Where a worker is killed: leave work for the one that takes its place.
+        here = Path(tempfile.gettempdir())
+        if here.name == "killed-tmp":
+            (here / f"pid-{os.getpid()}").touch()
+            time.sleep(0.1)
+            for _ in range(600):
+                pids = [path.name.partition("-")[2] for path in here.glob("pid-*")]
+                if len(pids) > 8 or all(map(alive, pids)):
+                    break
+                time.sleep(0.1)
         fast(x, y=y)
 """
 
@@ -26,11 +43,12 @@ def project(tmp_path):
 
 def test_a_dry_run_on_eight_fake_gpus(project):
     project.environ["KDTR_FAKE_GPUS"] = ",".join(f"GPU-{n}" for n in range(8))
-    project.spec("twice", cases=SMALL)
+    ranks = "".join(f"on_{n} = {{ n = {n}, gpus = {n}, sim = true }}\n" for n in (2, 8))
+    project.spec("twice", cases=SMALL + ranks)
     project.spec("other", cases=MANY)
-    project.write("mine/slow.py", SLOW)
+    project.write("mine/waits.py", WAITS)
     path = project.folder / "specs" / "other.toml"
-    path.write_text(path.read_text().replace("mine.twice:twice", "mine.slow:twice"))
+    path.write_text(path.read_text().replace("mine.twice:twice", "mine.waits:twice"))
     project.environ["PYTHONPATH"] = f"{ROOT}:{project.folder}"
     options = ("--gpus", "8", "--alone", "1", "--on", "2", "--subset", "twice", "--kill", "other")
     done = project.run("-m", "ci.many_gpus", *options, "--out", "out", timeout=280)
@@ -39,8 +57,10 @@ def test_a_dry_run_on_eight_fake_gpus(project):
     assert found["problems"] == []
     legs = {leg["name"]: leg for leg in found["legs"]}
     assert {name: leg["cases"] for name, leg in legs.items()} == {
-        "alone-0": 2, "on-2": 2, "killed": 24, "whole": 26,
+        "alone-0": 2, "on-2": 3, "killed": 24, "whole": 28,
     }  # fmt: skip
+    ran_on = legs["whole"]["ran_on"]
+    assert [len(ran_on[f"specs/twice.toml::on_{n}"]) for n in (2, 8)] == [2, 8]
     used = {uuid for uuids in legs["whole"]["ran_on"].values() for uuid in uuids}
     assert used == set(legs["whole"]["gpus"]) == {f"GPU-{n}" for n in range(8)}
     assert found["killed"]["status"] == "CRASHED"
