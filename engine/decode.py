@@ -381,14 +381,17 @@ def measured_costs(
     temperature: float = 0.0,
     runs: int = 9,
     page_size: int = 16,
+    group: Any = None,
 ) -> dict[int, float]:
     """Seconds of a round behind these prompts, by nodes below the root of each request's tree:
     0, 1, 3, 7, .. and the budget. Stages of the device alone, the drafter's included if it has
-    any. What lies between is for np.interp: `decode` wants every number of nodes."""
+    any. What lies between is for np.interp: `decode` wants every number of nodes. group: this
+    rank of several; they must decode with the costs of one of them."""
     longest = max(len(prompt) for prompt in prompts)
     decoder = Decoder(
         weights, config, drafter, requests=len(prompts), budget=budget, mode=mode,
         context=longest + 1, temperature=temperature, adaptive=True, page_size=page_size,
+        group=group,
     )  # fmt: skip
     roots = [decoder.prefill(r, [int(t) for t in p])[0] for r, p in enumerate(prompts)]
     decoder.start(roots, [longest + 1] * len(prompts))

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine import layers
 from engine.bundle import Bundle
-from engine.decode import Decoded, decode
+from engine.decode import Decoded, decode, measured_costs
 from engine.device import empty, to_device, to_host
 from engine.layers import Buffers, Config, Matrix, Moe
 from engine.parallel import RankError, Ranks, in_turns
@@ -80,12 +80,32 @@ def decode_of_rank(
     """engine.decode.decode of a bundle's path, or of tensors and a config: the runs (of rank 0),
     their digest, seconds by stage."""
     times: dict[str, float] = {}
-    if isinstance(model, str):
-        bundle = Bundle(Path(model))
-        model = (bundle, bundle.config)
     tell = None if group.rank else lambda *what: group.tell(what)
-    runs = decode(*model, prompts, drafter, group=group, times=times, on_token=tell, **settings)
+    weights, config = _opened(model)
+    runs = decode(
+        weights, config, prompts, drafter, group=group, times=times, on_token=tell, **settings
+    )
     return (None if group.rank else runs), digest(runs), times
+
+
+def costs_of_rank(
+    group: Any,
+    model: str | tuple[Mapping[str, np.ndarray], Config],
+    prompts: Sequence[Sequence[int]],
+    drafter: Any,
+    settings: Mapping[str, Any],
+) -> dict[int, float]:
+    """engine.decode.measured_costs; the ranks' differ a little."""
+    return measured_costs(*_opened(model), prompts, drafter, group=group, **settings)
+
+
+def _opened(
+    model: str | tuple[Mapping[str, np.ndarray], Config],
+) -> tuple[Mapping[str, np.ndarray], Config]:
+    if not isinstance(model, str):
+        return model
+    bundle = Bundle(Path(model))
+    return bundle, bundle.config
 
 
 def decode_on(
@@ -112,6 +132,13 @@ def decode_on(
     return runs
 
 
+def costs_on(
+    ranks: Ranks, model: str, prompts: Sequence[Sequence[int]], drafter: Any, **settings: Any
+) -> dict[int, float]:
+    """engine.decode.measured_costs on these ranks: rank 0's, for all of them to decode with."""
+    return ranks.call("engine.ranks:costs_of_rank", model, list(prompts), drafter, settings)[0]
+
+
 def decode_in_turns(
     world: int,
     weights: Mapping[str, Any],
@@ -132,6 +159,21 @@ def decode_in_turns(
     found = in_turns(world, of_rank)
     _agree([digest(runs) for runs in found])
     return found[0]
+
+
+def costs_in_turns(
+    world: int,
+    weights: Mapping[str, Any],
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    drafter: Any,
+    **settings: Any,
+) -> dict[int, float]:
+    """`costs_on` for ranks that take turns in this process: what all of them take together."""
+    return in_turns(
+        world,
+        lambda group: measured_costs(weights, config, prompts, drafter, group=group, **settings),
+    )[0]
 
 
 def _agree(said: Sequence[str]) -> None:

@@ -138,8 +138,8 @@ def decode(
             fail(f"token {token} is not one of the {vocabulary} of {path}", 2)
     curve = None if costs in (None, MEASURE) else cost_curve(costs or "", budget)
     where = chosen(device, tp)
-    if costs == MEASURE and (not where.engine or where.ranks):
-        fail("--costs measure times the engine on one GPU: --device cuda or sim, without --tp", 2)
+    if costs == MEASURE and not where.engine:
+        fail("--costs measure times the engine: --device cuda or sim", 2)
     settings: dict[str, Any] = {
         "max_new": max_new,
         "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
@@ -150,7 +150,7 @@ def decode(
 
     say(f"{path} on {where}: {mode.value}" + ("" if mode is Mode.ar else f", {drafter.value}"))
     try:
-        with loop_at(where, path, opened) as loop:
+        with loop_at(where, path, opened) as (loop, measure):
 
             def run(mode: Mode, guesses: Any, **more: Any) -> Run:
                 times: dict[str, float] = {}
@@ -172,7 +172,7 @@ def decode(
                     drafter, prompts, opened, length, budget, chances, seed, alone, where
                 )
             if costs == MEASURE and mode is not Mode.ar:
-                curve = measured(opened, prompts, guesses, budget, mode, temperature)
+                curve = measured(measure, prompts, guesses, budget, mode, temperature)
             done = run(mode, guesses, costs=curve, on_token=printer(len(prompts)))
     except typer.Exit:  # a RuntimeError too
         raise
@@ -212,22 +212,27 @@ def chosen(device: Device, ranks: int | None) -> Place:
 
 
 @contextlib.contextmanager
-def loop_at(where: Place, path: Path, opened: Any) -> Iterator[Callable[..., Any]]:
-    """decode(prompts, drafter, **settings) of that place. Ranks and their GPUs are held as long."""
+def loop_at(where: Place, path: Path, opened: Any) -> Iterator[tuple[Callable, Callable]]:
+    """decode(prompts, drafter, **settings) of that place, and what measures the costs of its
+    rounds. Ranks and their GPUs are held as long."""
     if where.ranks is None:
         module = importlib.import_module("engine.decode" if where.engine else "goldens.decode")
-        yield partial(module.decode, opened, opened.config)
+        measure = getattr(module, "measured_costs", module.decode)  # numpy's is never asked
+        alone = (opened, opened.config)
+        yield partial(module.decode, *alone), partial(measure, *alone)
         return
     ranks = importlib.import_module("engine.ranks")
     if where.name == Device.sim:
-        yield partial(ranks.decode_in_turns, where.ranks, opened, opened.config)
+        turns = (where.ranks, opened, opened.config)
+        yield partial(ranks.decode_in_turns, *turns), partial(ranks.costs_in_turns, *turns)
         return
     devices = importlib.import_module("harness.devices")
     leases = devices.Leases(devices.choose("cuda").gpus, where.ranks)
     try:
         uuids = [gpu.uuid for gpu in leases.take().gpus]
         with importlib.import_module("engine.parallel").Ranks(uuids) as started:
-            yield partial(ranks.decode_on, started, str(path))
+            given = (started, str(path))
+            yield partial(ranks.decode_on, *given), partial(ranks.costs_on, *given)
     finally:
         leases.close()
 
@@ -253,7 +258,7 @@ def cost_curve(text: str, budget: int) -> np.ndarray:
 
 
 def measured(
-    opened: Any,
+    measure: Callable[..., dict[int, float]],
     prompts: Sequence[Sequence[int]],
     guesses: Any,
     budget: int,
@@ -262,9 +267,8 @@ def measured(
 ) -> np.ndarray:
     """[budget + 1] seconds of a round on this device, which it says; linear between the sizes that
     rounds have."""
-    found = importlib.import_module("engine.decode").measured_costs(
-        opened, opened.config, prompts, guesses, budget=budget, mode=mode.value,
-        temperature=temperature,
+    found = measure(
+        prompts, guesses, budget=budget, mode=mode.value, temperature=temperature
     )  # fmt: skip
     points = ", ".join(f"{nodes}:{1e6 * seconds:.0f}" for nodes, seconds in found.items())
     say(f"a round with n nodes below the root takes, in us: {points}")

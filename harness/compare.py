@@ -82,7 +82,7 @@ def _compare(spec: Spec, case: Case, golden: Golden, actual: Actual, output: Out
     if not got.flags.c_contiguous:
         message = f"got strides {got.strides}, want C-contiguous"
         return replace(base, status=Status.WRONG_SHAPE, message=message)
-    base = replace(base, bits=hashlib.sha256(got.reshape(-1).view(np.uint8)).hexdigest()[:16])
+    base = replace(base, bits=hashlib.sha256(got.reshape(-1).view(np.uint8).data).hexdigest()[:16])
 
     unwritten, nonfinite, wrong = _Tally(shape), _Tally(shape), _Tally(shape)
     judge = _Judge(spec, case, output)
