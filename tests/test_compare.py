@@ -19,15 +19,22 @@ COMPANION = Match("companion", store="float32", slack=1.0)
 U_BF16, U_F32 = 2.0**-8, 2.0**-24
 
 
+def spec_of(output):
+    """A spec that has this output and nothing else."""
+    return Spec(
+        path=Path("specs/t.toml"), stem="t", stage="kernel", kernel="m:f", reference="m",
+        weights=None, inputs={}, outputs={"y": output}, scratch={}, cases={}, axes={}, scalars={},
+        options={}, invariant=(), fuzz={}, mutants=(),
+    )  # fmt: skip
+
+
 def judge(got, want, match="exact", *, dtype=None, magnitude=None, exact=False, **masks):
     """The Result for one output of the shape of `want`."""
     got, want = np.asarray(got), np.asarray(want)
     dtype = dtype or str(got.dtype)
     match = Match(match) if isinstance(match, str) else match
     output = Output("y", want.shape, dtype, match)
-    spec = Spec(
-        Path("specs/t.toml"), "t", "kernel", "m:f", "m", None, {}, {"y": output}, {}, {}, {}, ()
-    )
+    spec = spec_of(output)
     case = Case("c", {}, exact=exact)
     magnitudes = {} if magnitude is None else {"y": np.broadcast_to(magnitude, want.shape).copy()}
     masks = {k: {"y": np.asarray(v).reshape(-1)} for k, v in masks.items()}
@@ -275,9 +282,7 @@ def test_another_dtype_fails_even_with_equal_values(dtype):
 
 def test_a_missing_output_fails():
     output = Output("y", (2,), "int32", Match("exact"))
-    spec = Spec(
-        Path("specs/t.toml"), "t", "kernel", "m:f", "m", None, {}, {"y": output}, {}, {}, {}, ()
-    )
+    spec = spec_of(output)
     golden = Golden({}, {"y": np.ones(2, np.int64)}, {})
     (result,) = compare(spec, Case("c", {}), golden, Actual({}, "host"))
     assert result.status is Status.UNWRITTEN
