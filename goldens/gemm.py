@@ -3,11 +3,11 @@
 x may have more columns than w, and y more than w has rows: x's are NaN here, y's must stay.
 """
 
-import math
+from typing import Any
 
 import numpy as np
 
-from goldens.numerics import Stream, round_to
+from goldens.numerics import BF16, Gathered, Stream, round_to, widen
 
 LARGE = 1 << 27  # elements of w
 
@@ -24,7 +24,7 @@ def inputs(
     y_width: int = 0,
     batch: int = 0,
     pattern: str = "bell",
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """exact: integers in [-4, 4], every partial sum below 2^24 and thus the same in any order.
 
     Otherwise log-normal-like weights (a power of two for every row), so that one row's error
@@ -35,8 +35,9 @@ def inputs(
     w_shape, x_shape = (*many, n, k), (m, *many, x_width)
     if n * k > LARGE:  # the head of a real model: its rows repeat, in another order and sign
         made = inputs(rng, m=m, n=4096, k=k, x_width=x_width, dtype=dtype, exact=exact)
-        pick, signs = rng.integers(0, 4096, n), rng.signs(n).astype(dtype)
-        return {**made, "w": made["w"][pick] * signs[:, None]}
+        pick, signs = rng.integers(0, 4096, n), rng.signs(n)
+        both = np.concatenate([made["w"], -made["w"]])
+        return {**made, "w": Gathered(both, np.where(signs < 0, pick + 4096, pick))}
     if exact:
         w, x = rng.integers(-4, 5, w_shape), rng.integers(-4, 5, x_shape).astype(np.float64)
     else:
@@ -61,12 +62,16 @@ def reference(
     *, x: np.ndarray, w: np.ndarray, y: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """`y`, where given, is what the output holds before: columns past n keep it."""
-    if w.size > LARGE:  # float64 copies of all of w at once would not fit most machines
-        some = [reference(x=x, w=part) for part in np.array_split(w, math.ceil(w.size / LARGE))]
-        return {key: np.concatenate([one[key] for one in some], axis=-1) for key in some[0]}
-    a = x[..., : w.shape[-1]].astype(np.float64).swapaxes(0, -2)  # [(batch,) m, k]
-    b = w.astype(np.float64).swapaxes(-1, -2)  # [(batch,) k, n]
-    product, size = a @ b, np.abs(a) @ np.abs(b)
+    if isinstance(w, Gathered):
+        return {key: some[:, w.index] for key, some in reference(x=x, w=w.pool).items()}
+    a = widen(x[..., : w.shape[-1]]).swapaxes(0, -2)  # [(batch,) m, k]
+    b = widen(w).swapaxes(-1, -2)  # [(batch,) k, n]
+    product = a @ b
+    if w.size > 1 << 20 and w.dtype == BF16:  # float32 has digits enough for a bound
+        rough = np.abs(a, dtype=np.float32) @ np.abs(b, dtype=np.float32)
+        size = rough.astype(np.float64) * (1 + 2.0**-10)
+    else:
+        size = np.abs(a) @ np.abs(b)
     if x.ndim == 3:
         product, size = product.swapaxes(0, 1), size.swapaxes(0, 1)
     if y is None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from goldens.forward import greedy
+from goldens import greedy_tokens
 from goldens.greedy_tokens import inputs
 
 __all__ = ["inputs", "reference"]
 
 
 def reference(
-    *, prompt: np.ndarray, new: int, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    *, prompt: np.ndarray, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    return {"tokens": greedy(weights, config, prompt, new, faithful=True)[0]}
+    return greedy_tokens.reference(prompt=prompt, faithful=True, weights=weights, config=config)

@@ -1,11 +1,20 @@
 """Routed experts with INT4 weights: gate and up, SwiGLU, down, weighted sum."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from goldens import bundles, model, moe_route
-from goldens.numerics import BF16, Stream, dequantise, pack_int4, round_to, unit_roundoff
+from goldens.numerics import (
+    BF16,
+    Gathered,
+    Stream,
+    dequantise,
+    round_to,
+    unit_roundoff,
+    widen,
+)
 from goldens.w4a16_gemm import int4
 
 POOL = 8  # different experts where there are many: their float64 weights fit no machine
@@ -25,7 +34,7 @@ def inputs(
     routing: str,
     weights_of: str,
     exact: bool = False,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """weights_of "random", or "checkpoint": the packed experts of the pinned checkpoint.
 
     exact: g = W_gate x is a power of two, at least 2^5 and so silu(g) = g in float32, or so far
@@ -58,10 +67,15 @@ def inputs(
         "x": round_to(x, BF16),
         "experts": experts,
         "expert_weights": round_to(weights, np.float32),
-        "gate_up_qw": gate_up_qw[pick],
-        "gate_up_sc": gate_up_sc[pick],
-        "down_qw": down_qw[pick],
-        "down_sc": down_sc[pick],
+        **{
+            name: Gathered(pool, pick) if some < count else pool
+            for name, pool in (
+                ("gate_up_qw", gate_up_qw),
+                ("gate_up_sc", gate_up_sc),
+                ("down_qw", down_qw),
+                ("down_sc", down_sc),
+            )
+        },
     }
 
 
@@ -89,7 +103,9 @@ def _exact_gate(rng: Stream, shape: tuple[int, ...]) -> tuple[np.ndarray, np.nda
     draw = rng.integers(0, inner // 32 if inner > 256 else 4, (*shape[:-1], 1))
     dead = draw != 0 if inner > 256 else draw == 0
     q = np.where(dead, -8, 2**log_q)
-    return pack_int4(np.repeat(q, 32, axis=-1)), round_to(np.where(dead, 1.0, value), BF16)
+    words = (q + 8).astype(np.uint32) * np.uint32(0x11111111)  # eight equal codes
+    scales = round_to(np.where(dead, 1.0, value), BF16)
+    return np.repeat(words, 4, axis=-1).view(np.int32), scales
 
 
 def _checkpoint(count: int) -> tuple[np.ndarray, ...]:
@@ -125,14 +141,17 @@ def reference(
     packed = (gate_up_qw, gate_up_sc, down_qw, down_sc)
     alike: dict[bytes, list[int]] = {}  # experts with the same weights, which are converted once
     for e in np.unique(experts[experts < len(gate_up_qw)]):
-        key = hashlib.sha256(b"".join(hashlib.sha256(a[e]).digest() for a in packed)).digest()
+        if isinstance(gate_up_qw, Gathered):
+            key = b"%d" % gate_up_qw.index[e]
+        else:
+            key = hashlib.sha256(b"".join(hashlib.sha256(a[e]).digest() for a in packed)).digest()
         alike.setdefault(key, []).append(int(e))
 
     def weights(e: int) -> tuple[np.ndarray, np.ndarray]:
-        gate_up = dequantise(gate_up_qw[e], gate_up_sc[e]).astype(np.float64)
-        return gate_up, dequantise(down_qw[e], down_sc[e]).astype(np.float64)
+        gate_up = widen(dequantise(gate_up_qw[e], gate_up_sc[e]))
+        return gate_up, widen(dequantise(down_qw[e], down_sc[e]))
 
-    groups = [(weights(same[0]), np.isin(experts, same)) for same in alike.values()]
+    groups = ((weights(same[0]), np.isin(experts, same)) for same in alike.values())
     return combine(x, experts, expert_weights, groups, act=BF16)
 
 
@@ -146,14 +165,15 @@ def combine(
     sqrt(K) u |a||b| for each float32 sum of K products; the latter pass through SwiGLU, whose
     slope in the gate is at most 1.1.
     """
-    h = x.astype(np.float64)
+    h, h_size = x.astype(np.float64), np.abs(x.astype(np.float32))  # a bound needs few digits
     y = np.zeros(x.shape)
     variance, size = np.zeros(x.shape), np.zeros(x.shape)
     unit = unit_roundoff(np.float32)
     for (gate_up, down), chosen in groups:
         rows, choice = np.nonzero(chosen)
         gate, up = np.split(h[rows] @ gate_up.T, 2, axis=-1)  # [slots, inner]
-        gate_size, up_size = np.split(np.abs(h[rows]) @ np.abs(gate_up).T, 2, axis=-1)
+        sizes = h_size[rows] @ np.abs(gate_up.astype(np.float32)).T
+        gate_size, up_size = np.split(sizes.astype(np.float64), 2, axis=-1)
         silu = round_to(model.silu(gate), np.float32).astype(np.float64)
         a = silu * up
         slack = np.sqrt(h.shape[1]) * unit
@@ -161,8 +181,9 @@ def combine(
         squared = (unit_roundoff(act) * a) ** 2 / 3 + (slack * error + 8 * unit * np.abs(a)) ** 2
         w = expert_weights[rows, choice].astype(np.float64)[:, None]
         np.add.at(y, rows, w * (a @ down.T))
-        np.add.at(variance, rows, w**2 * (squared @ (down**2).T))
-        np.add.at(size, rows, np.abs(w) * (np.abs(a) @ np.abs(down).T))
+        rough = down.astype(np.float32)
+        np.add.at(variance, rows, w**2 * (squared.astype(np.float32) @ (rough**2).T))
+        np.add.at(size, rows, np.abs(w) * (np.abs(a, dtype=np.float32) @ np.abs(rough).T))
     magnitude = np.sqrt(variance) + np.sqrt(down.shape[1]) * unit * size
     return {"y": y, "y.magnitude": magnitude}
 

@@ -6,13 +6,15 @@ generator (numpy guarantees it, NEP 19) scaled by powers of two, never a `Genera
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 GROUP = 32  # input columns that share an INT4 scale
+BLOCK = 1 << 14  # elements at a time in passes over large arrays: 128 KB of float64
 _BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits
 _LOWEST = {"bfloat16": -133, "float16": -24, "float32": -149, "float64": -1074}  # log2 subnormal
@@ -49,26 +51,52 @@ class Stream:
         """int64 in [lo, hi). hi - lo at most 2^32; the bias of each value is below 2^-32."""
         if not 0 < hi - lo <= 2**32:
             raise ValueError(f"integers: hi - lo must be in [1, 2^32], got [{lo}, {hi})")
-        scaled = (self.raw(shape) >> np.uint64(32)) * np.uint64(hi - lo) >> np.uint64(32)
-        return scaled.astype(np.int64) + lo
+
+        def scaled(raw: np.ndarray) -> np.ndarray:
+            return ((raw >> np.uint64(32)) * np.uint64(hi - lo) >> np.uint64(32)).view(
+                np.int64
+            ) + lo
+
+        return self._drawn(shape, np.int64, scaled)
 
     def uniform(self, shape: Shape = ()) -> np.ndarray:
         """float64 in [-1, 1), multiples of 2^-24 (so exact in float32 too)."""
-        return ((self.raw(shape) >> np.uint64(39)).astype(np.int64) - 2**24) * 2.0**-24
+        return self._drawn(
+            shape,
+            np.float64,
+            lambda raw: ((raw >> np.uint64(39)).view(np.int64) - 2**24) * 2.0**-24,
+        )
 
     def bell(self, shape: Shape = ()) -> np.ndarray:
         """float64 in (-4, 4), bell shaped, multiples of 2^-15; mean 0, sd 1.1547 (2 / sqrt 3).
 
         The sum of the four 16-bit pieces of one word. The third moment is 0, the kurtosis 2.7.
         """
-        raw = self.raw(shape)
-        pieces = [(raw >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)]
-        total = (pieces[0] + pieces[1] + pieces[2] + pieces[3]).astype(np.int64)
-        return (2 * total - 4 * 0xFFFF) * 2.0**-16
+
+        def summed(raw: np.ndarray) -> np.ndarray:
+            even = np.uint64(0x0000FFFF0000FFFF)
+            pairs = (raw & even) + (raw >> np.uint64(16) & even)  # two sums, 32 bits apart
+            total = ((pairs & np.uint64(0xFFFFFFFF)) + (pairs >> np.uint64(32))).view(np.int64)
+            return (2 * total - 4 * 0xFFFF) * 2.0**-16
+
+        return self._drawn(shape, np.float64, summed)
 
     def signs(self, shape: Shape = ()) -> np.ndarray:
         """float64, -1 or 1."""
-        return 1.0 - 2.0 * (self.raw(shape) >> np.uint64(63)).astype(np.float64)
+        return self._drawn(
+            shape, np.float64, lambda raw: 1.0 - 2.0 * (raw >> np.uint64(63)).astype(np.float64)
+        )
+
+    def _drawn(
+        self, shape: Shape, dtype: type, make: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """`make` of the next words, in blocks that stay in a core's cache."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        out: np.ndarray = np.empty(int(np.prod(shape, dtype=np.int64)), dtype)
+        for start in range(0, out.size, BLOCK):
+            part = out[start : start + BLOCK]
+            part[:] = make(self._bits.random_raw(part.size))
+        return out.reshape(shape)
 
     def permutation(self, n: int) -> np.ndarray:
         """int64 [n], a permutation of 0..n-1."""
@@ -78,6 +106,33 @@ class Stream:
         """Entries of `values`, drawn with replacement."""
         values = np.asarray(values)
         return values[self.integers(0, len(values), shape)]
+
+
+class Gathered:
+    """pool[index] without its memory: an array whose rows are those of a small pool, repeated.
+
+    The weights of 384 experts or the head of a real model are gigabytes, of which an oracle can
+    make, and look at, only a part. The device gets all of them. Indexing takes the first axis;
+    np.asarray makes the whole array.
+    """
+
+    def __init__(self, pool: np.ndarray, index: np.ndarray):
+        self.pool, self.index = np.ascontiguousarray(pool), np.asarray(index, np.int64)
+        if self.index.ndim != 1 or self.index.min() < 0 or self.index.max() >= len(pool):
+            raise ValueError(f"Gathered: indices must be a row of numbers below {len(pool)}")
+        self.shape, self.dtype = (len(self.index), *self.pool.shape[1:]), self.pool.dtype
+        self.ndim, self.size = self.pool.ndim, math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, key) -> np.ndarray:
+        return self.pool[self.index[key]]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        whole = self.pool[self.index]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
 def round_to(x: np.ndarray, dtype) -> np.ndarray:
@@ -99,8 +154,24 @@ def round_to(x: np.ndarray, dtype) -> np.ndarray:
         return cast
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if dtype == BF16:
-            return _to_bf16(x.astype(np.float64))
+            flat, out = x.reshape(-1), np.empty(x.size, BF16)
+            for start in range(0, x.size, BLOCK):
+                part = flat[start : start + BLOCK].astype(np.float64)
+                out[start : start + BLOCK] = _to_bf16(part)
+            return out.reshape(x.shape)
         return x.astype(dtype)
+
+
+def widen(x: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+    """`x` in a wider float dtype, exactly. ml_dtypes' own cast of bfloat16 is slow."""
+    if x.dtype != BF16:
+        return x.astype(dtype)
+    flat, out = np.ascontiguousarray(x).reshape(-1).view(np.uint16), np.empty(x.size, dtype)
+    for start in range(0, x.size, BLOCK):
+        bits = flat[start : start + BLOCK].astype(np.uint32) << np.uint32(16)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            out[start : start + BLOCK] = bits.view(np.float32)
+    return out.reshape(x.shape)
 
 
 def _to_bf16(x: np.ndarray) -> np.ndarray:
@@ -199,14 +270,19 @@ def dequantise(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
     The product of 4 and 8 bits is exact, so it is rounded once.
     """
-    q = unpack_int4(packed)
-    rows, columns = q.shape
+    rows, columns = packed.shape[0], 8 * packed.shape[1]
     if scale.shape[0] != rows or columns % scale.shape[1]:
-        raise ValueError(f"dequantise: scales {scale.shape} do not divide weights {q.shape}")
-    grouped = q.reshape(rows, scale.shape[1], -1).astype(np.float32)
-    with np.errstate(over="ignore"):
-        product = grouped * scale.astype(np.float32)[..., None]  # 12 bits: exact in float32 too
-    return product.astype(BF16).reshape(rows, columns)
+        raise ValueError(f"dequantise: scales {scale.shape} do not divide weights {rows, columns}")
+    out = np.empty((rows, columns), BF16)
+    step = max(1, BLOCK // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        q = unpack_int4(packed[part])
+        grouped = q.reshape(len(q), scale.shape[1], -1).astype(np.float32)
+        with np.errstate(over="ignore"):  # the product has 12 bits: exact in float32 too
+            product = grouped * scale[part].astype(np.float32)[..., None]
+        out[part] = product.astype(BF16).reshape(q.shape)
+    return out
 
 
 def softmax(scores: np.ndarray, visible: np.ndarray | None = None) -> np.ndarray:

@@ -8,9 +8,11 @@ are the first `rank` columns of the keys:
 A row that sees no key, and a row past row_start[-1], gives zeros.
 """
 
+from typing import Any
+
 import numpy as np
 
-from goldens.numerics import Stream, round_to, unit_roundoff
+from goldens.numerics import Gathered, Stream, round_to, unit_roundoff, widen
 
 HOSTILE = (-1, 2**31 - 1)  # entries of the page table that nothing may look up
 
@@ -32,7 +34,7 @@ def inputs(
     tree: str,
     values: str,
     exact: bool = False,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """prefixes, nodes: "63,64,65", P and T of each request.
 
     tree: chain, star (all children of the root), random, or wide (random, parents near the root).
@@ -51,7 +53,7 @@ def inputs(
     free = rng.permutation(slots // page_size)
     far = free * page_size * width * kind.itemsize >= 2**32  # bytes: these pages come first
     free = np.concatenate([free[far], free[~far]])
-    cache = np.full((slots, width), np.nan, kind)
+    places_of, keys_of = [], []  # cache slots and what they hold
     ancestors = rng.integers(0, 2**32, (rows, words)).astype(np.uint32)  # above a node: noise
     q = rng.bell((rows, heads, width))
     for r in range(requests):
@@ -60,7 +62,9 @@ def inputs(
         page_table[r, :used], free = free[:used], free[used:]
         places = np.arange(total)
         slot = page_table[r, places // page_size] * page_size + places % page_size
-        cache[slot] = round_to(_keys(rng, values, lengths[r], counts[r], width), kind)
+        keys = round_to(_keys(rng, values, lengths[r], counts[r], width), kind)
+        places_of.append(slot)
+        keys_of.append(keys)
         for n, parent in enumerate(_parents(rng, tree, counts[r])):
             own = _bits(ancestors[row_start[r] + parent], words) if n else np.zeros(32 * words)
             own = np.where(np.arange(32 * words) <= parent, own, 0)
@@ -71,7 +75,7 @@ def inputs(
             ancestors[row] = packed.view("<u4")
             if values == "one_hot":
                 seen = np.concatenate([np.arange(lengths[r]), lengths[r] + np.flatnonzero(own)])
-                target = cache[slot[rng.choice(seen, heads)]]
+                target = keys[rng.choice(seen, heads)]
                 q[row] = 512 * np.sign(target.astype(np.float64))
     if values == "uniform":
         q[:] = 0
@@ -79,7 +83,7 @@ def inputs(
         q *= 0.5
     return {
         "q": round_to(q, kind),
-        "cache": cache,
+        "cache": _cache(np.concatenate(places_of), np.concatenate(keys_of), slots),
         "page_table": page_table,
         "row_start": row_start,
         "prefix_len": np.array(lengths, np.int32),
@@ -111,6 +115,15 @@ def derived(
         "width": rank + ROPE[rank],
         "exact": values in ("uniform", "one_hot"),
     }
+
+
+def _cache(places: np.ndarray, keys: np.ndarray, slots: int) -> np.ndarray | Gathered:
+    """[slots, width], NaN where nothing is."""
+    nothing = np.full((1, keys.shape[1]), np.nan, keys.dtype)
+    index = np.zeros(slots, np.int64)
+    index[places] = 1 + np.arange(len(places))
+    cache = Gathered(np.concatenate([nothing, keys]), index)
+    return cache if cache.nbytes > 2**30 else np.asarray(cache)
 
 
 def _integers(text: str, count: int) -> list[int]:
@@ -190,20 +203,38 @@ def reference(
     out, magnitude = np.zeros((rows, heads, rank)), np.zeros((rows, heads, rank))
     u_act, u32 = unit_roundoff(q.dtype), unit_roundoff(np.float32)
     slots = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
-    for row, seen in enumerate(slots):
-        if not len(seen):
+    for r, length in enumerate(prefix_len):
+        mine = [row for row in range(row_start[r], row_start[r + 1]) if len(slots[row])]
+        if not mine:
             continue
-        keys = cache[seen].astype(np.float64)  # [S, width]
-        query = q[row].astype(np.float64)
-        scores = query @ keys.T * scale  # [heads, S]
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        v, total = keys[:, :rank], p.sum(-1, keepdims=True)
-        out[row] = p @ v / total  # divided last: exact where all p are 0 or 1
-        p /= total
-        size = (np.abs(query) @ np.abs(keys).T).max(-1) * abs(scale)  # [heads]
-        factor = u32 * (np.sqrt(width) * size + 4 + np.sqrt(len(seen)))
-        magnitude[row] = u_act * np.sqrt(p**2 @ v**2) + factor[:, None] * (p @ np.abs(v))
+        shared = _Keys(cache[slots[mine[0]][:length]], rank)  # the prefix, which all of them see
+        for row in mine:
+            parts = (shared, _Keys(cache[slots[row][length:]], rank))
+            query = q[row].astype(np.float64)
+            scores = np.concatenate([query @ k.keys.T for k in parts], axis=-1) * scale
+            p = np.exp(scores - scores.max(-1, keepdims=True))  # [heads, S]
+            total = p.sum(-1, keepdims=True)
+            split = (p[:, :length], p[:, length:])
+            # Divided last: exact where all p are 0 or 1.
+            out[row] = sum(a @ k.keys[:, :rank] for a, k in zip(split, parts, strict=True)) / total
+            rough = [(a / total).astype(np.float32) for a in split]  # a bound needs few digits
+            of_query = np.abs(query.astype(np.float32))
+            reached = np.concatenate([of_query @ k.size.T for k in parts], axis=-1)
+            size = reached.max(-1) * abs(scale)  # [heads]
+            factor = u32 * (np.sqrt(width) * size + 4 + np.sqrt(len(slots[row])))
+            squares = sum(a**2 @ k.squares for a, k in zip(rough, parts, strict=True))
+            sums = sum(a @ k.size[:, :rank] for a, k in zip(rough, parts, strict=True))
+            magnitude[row] = u_act * np.sqrt(squares) + factor[:, None] * sums
     return {"o": out, "o.magnitude": magnitude}
+
+
+class _Keys:
+    """Keys [S, width] as numbers, and what their part of the magnitude is made of."""
+
+    def __init__(self, keys: np.ndarray, rank: int):
+        self.keys = widen(keys)
+        self.size = np.abs(widen(keys, np.float32))
+        self.squares = self.size[:, :rank] ** 2
 
 
 def work(

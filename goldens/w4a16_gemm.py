@@ -3,7 +3,7 @@
 import numpy as np
 
 from goldens import bundles
-from goldens.numerics import BF16, Stream, dequantise, pack_int4, round_to
+from goldens.numerics import BF16, Stream, dequantise, pack_int4, round_to, widen
 
 
 def int4(rng: Stream, shape: tuple[int, ...], *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -12,11 +12,11 @@ def int4(rng: Stream, shape: tuple[int, ...], *, exact: bool) -> tuple[np.ndarra
     exact: scales are 2^-3 .. 2^3. Otherwise a group's scale is anything within 2^-9 .. 2^-3, so
     that a neighbour's scale is wrong by a factor and not by a few percent.
     """
-    q = rng.integers(-8, 8, shape)
+    words = rng.raw((*shape[:-1], shape[-1] // 16)).view(np.int32)  # 16 codes a number drawn
     groups = (*shape[:-1], shape[-1] // 32)
     exponent = rng.integers(-3, 4, groups) if exact else rng.integers(-9, -3, groups)
     mantissa = 1.0 if exact else 1.5 + 0.5 * rng.uniform(groups)
-    return pack_int4(q), round_to(mantissa * 2.0**exponent, BF16)
+    return words, round_to(mantissa * 2.0**exponent, BF16)
 
 
 def inputs(
@@ -64,10 +64,14 @@ def derived(*, m: int, k: int, pattern: str, exact: bool) -> dict[str, int | boo
 
 def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.ndarray]:
     a = x.astype(np.float64)  # [m, k]
-    parts = [dequantise(qw[r : r + 4096], sc[r : r + 4096]) for r in range(0, len(qw), 4096)]
-    y = [a @ w.astype(np.float64).T for w in parts]
-    size = [np.abs(a) @ np.abs(w.astype(np.float64)).T for w in parts]
-    return {"y": np.concatenate(y, axis=1), "y.magnitude": np.concatenate(size, axis=1)}
+    rough = np.abs(x.astype(np.float32))  # float32 has digits enough for a bound
+    y, size = [], []
+    for start in range(0, len(qw), 4096):
+        w = dequantise(qw[start : start + 4096], sc[start : start + 4096])
+        y.append(a @ widen(w).T)
+        size.append(rough @ np.abs(widen(w, np.float32)).T)
+    magnitude = np.concatenate(size, axis=1).astype(np.float64) * (1 + 2.0**-10)
+    return {"y": np.concatenate(y, axis=1), "y.magnitude": magnitude}
 
 
 def work(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, int]:

@@ -4,6 +4,7 @@ Works on whatever `numba.cuda` stands for: a GPU, or Numba's simulator (NUMBA_EN
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import math
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -263,6 +265,7 @@ class _Buffer:
 
         self.name, self.shape, self.dtype, self.guard = name, shape, dtype, guard
         self.size = math.prod(shape) * dtype.itemsize
+        self.pool: _Pool | None = None
         self.bytes = cuda.device_array(guard + self.size + guard, np.uint8)
         if self.size:
             self.inner = self.bytes[guard : guard + self.size]
@@ -275,13 +278,24 @@ class _Buffer:
         if self.guard:
             self.bytes[: self.guard].copy_to_device(_BAND)
             self.bytes[self.guard + self.size :].copy_to_device(_BAND)
-        if self.size:
+        if not self.size:
+            return
+        if isinstance(content, goldens.numerics().Gathered) and not simulated():
+            self.pool = _Pool(content)
+            self.pool.gather(self.inner)
+        else:
             self.inner.copy_to_device(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
 
     def host(self) -> np.ndarray:
         if not self.size:
             return np.empty(self.shape, self.dtype)
         return self.inner.copy_to_host().view(self.dtype).reshape(self.shape)
+
+    def differs(self, content: np.ndarray) -> bool:
+        """Whether it no longer holds `content`, with which it was filled."""
+        if self.pool is not None:
+            return self.pool.differs(self.inner)
+        return not np.array_equal(_flat_bits(self.host()), _flat_bits(content))
 
     def trespass(self) -> str | None:
         """Where a guard band was written to, in words."""
@@ -299,6 +313,63 @@ class _Buffer:
                 f"before the start of {self.name}: {n} elements, last at start - {1 + before[-1]}"
             )
         return None
+
+
+class _Pool:
+    """The rows of a gathered array on the device, where all of it is made of them and compared."""
+
+    def __init__(self, content: Any):
+        from numba import cuda
+
+        rows = content.pool.reshape(len(content.pool), -1)
+        words = rows.view(np.uint32 if rows.strides[0] % 4 == 0 else np.uint8)
+        self.unit = words.dtype
+        self.rows, self.index = cuda.to_device(words), cuda.to_device(content.index)
+
+    def gather(self, inner: Any) -> None:
+        """Fill `inner`, the bytes of the whole array."""
+        _gathering().gather[self._grid()](self.rows, self.index, self._whole(inner))
+
+    def differs(self, inner: Any) -> bool:
+        from numba import cuda
+
+        found = cuda.to_device(np.zeros(1, np.int32))
+        _gathering().compare[self._grid()](self.rows, self.index, self._whole(inner), found)
+        return bool(found.copy_to_host()[0])
+
+    def _whole(self, inner: Any) -> Any:
+        return inner.view(self.unit).reshape(len(self.index), self.rows.shape[1])
+
+    def _grid(self) -> tuple[tuple[int, int], int]:
+        """Rows in x; several blocks in y share a long row."""
+        return (len(self.index), min(64, 1 + self.rows.shape[1] // 65536)), 256
+
+
+@functools.cache
+def _gathering() -> SimpleNamespace:
+    """The judge's own two kernels, compiled when the first gathered array comes."""
+    from numba import cuda
+
+    @cuda.jit
+    def gather(rows: Any, index: Any, whole: Any) -> None:
+        row = cuda.blockIdx.x
+        source = index[row]
+        i = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+        while i < rows.shape[1]:
+            whole[row, i] = rows[source, i]
+            i += cuda.blockDim.x * cuda.gridDim.y
+
+    @cuda.jit
+    def compare(rows: Any, index: Any, whole: Any, found: Any) -> None:
+        row = cuda.blockIdx.x
+        source = index[row]
+        i = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+        while i < rows.shape[1]:
+            if whole[row, i] != rows[source, i]:
+                found[0] = 1
+            i += cuda.blockDim.x * cuda.gridDim.y
+
+    return SimpleNamespace(gather=gather, compare=compare)
 
 
 def poison(dtype: str, second: bool) -> int:
@@ -399,9 +470,9 @@ class Prepared:
     def look_at_inputs(self) -> None:
         """Raise MUTATED_INPUT if a launch changed what it may only read."""
         for name, (buffer, content) in self.constant.items():
-            now = buffer.host()
-            changed = np.flatnonzero(_flat_bits(now) != _flat_bits(content))
-            if changed.size:
+            if buffer.differs(content):
+                now, content = buffer.host(), np.asarray(content)
+                changed = np.flatnonzero(_flat_bits(now) != _flat_bits(content))
                 at = tuple(int(i) for i in np.unravel_index(changed[0], buffer.shape))
                 raise Fault(
                     Status.MUTATED_INPUT,

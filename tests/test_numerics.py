@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from goldens.numerics import (
     BF16,
+    Gathered,
     Stream,
     dequantise,
     pack_int4,
@@ -20,6 +21,7 @@ from goldens.numerics import (
     ulp_distance,
     unit_roundoff,
     unpack_int4,
+    widen,
 )
 
 POSITIVE = np.arange(0x7F80, dtype=np.uint16).view(BF16).astype(np.float64)  # finite
@@ -38,6 +40,27 @@ def nearest_even_bf16(x: float) -> float:
         return below if down < up else above
     even = {int(np.array(v, BF16).view(np.uint16)) & 1: v for v in (below, above)}
     return even[0]
+
+
+def test_widening_is_exact_for_every_bfloat16():
+    every = np.arange(2**16, dtype=np.uint16).view(BF16)
+    for dtype in (np.float32, np.float64):
+        wide = widen(every.reshape(256, 256), dtype)
+        assert wide.shape == (256, 256)
+        assert np.array_equal(wide.reshape(-1), every.astype(dtype), equal_nan=True)
+
+
+def test_a_gathered_array_is_its_pool_indexed():
+    pool = np.arange(12).reshape(3, 4)
+    each = Gathered(pool, np.array([2, 0, 0, 1]))
+    whole = pool[[2, 0, 0, 1]]
+    assert (each.shape, each.dtype, each.size) == (whole.shape, whole.dtype, whole.size)
+    assert each.nbytes == whole.nbytes
+    assert np.array_equal(each, whole)
+    assert np.array_equal(each[1:3], whole[1:3])
+    assert np.array_equal(each[3], whole[3])
+    with pytest.raises(ValueError, match="below 3"):
+        Gathered(pool, np.array([3]))
 
 
 def test_a_stream_is_pinned_to_its_key():
