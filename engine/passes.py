@@ -164,14 +164,15 @@ def layer_values(
 
 
 def greedy_tokens(
-    prompt, *, new: int, weights: Mapping[str, Any], config: Config, tokens, stream=None
+    prompt, *, weights: Mapping[str, Any], config: Config, tokens, stream=None
 ) -> None:
-    """prompt [length] int32; tokens [new] int32, one at a time, each the largest logit's id."""
+    """prompt [length] int32; tokens [steps] int32, one at a time, each the largest logit's id."""
     text = to_host(prompt).tolist()
-    model = Model(weights, config, rows=len(text), positions=len(text) + new, page_size=4)
+    steps = tokens.shape[0]
+    model = Model(weights, config, rows=len(text), positions=len(text) + steps, page_size=4)
     found: list[int] = []
     window = text
-    for _ in range(new):
+    for _ in range(steps):
         plan = model.forward([Tree.chain(window)])
         plan.check()
         model.advance(0, len(window))

@@ -189,6 +189,8 @@ def gate(
         fail(f"-n takes a number or auto, got {workers!r}")
     if kernel and len(spec or []) != 1:
         fail("--kernel stands in for the kernel of one spec: say which with --spec NAME")
+    if kernel and (missing := stages.missing_module(kernel)):
+        fail(missing)
     narrowing = {"stages": chosen, "names": spec or [], "cases": case or []}
     try:
         part = devices.shard(shard) if shard else None

@@ -10,6 +10,7 @@ sources: a later stage refuses to run without it. tox's `depends` would only ord
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -66,6 +67,16 @@ def read(root: Path, gpu: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{file}: not a receipt file: {error!r}") from None
 
 
+def seconds(root: Path) -> dict[str, float]:
+    """How long each case took, its golden included, in the runs that made the receipts."""
+    found: dict[str, float] = {}
+    for gpu in known(root):
+        with contextlib.suppress(ValueError):
+            rows = read(root, gpu).values()
+            found |= {row["id"]: row["seconds"] for row in rows if row.get("seconds")}
+    return found
+
+
 def standing(root: Path, gpu: str, cases: Iterable[tuple[Spec, Case]]) -> list[Standing]:
     """How each of `cases` stands on `gpu`."""
     rows = read(root, gpu)
@@ -107,6 +118,7 @@ def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list
         gpu = gpus[uuids[0]]
         rows.setdefault(gpu["slug"], {})[case["id"]] = {
             **{k: case[k] for k in ("id", "status", "headroom", "time_us", "digest")},
+            "seconds": context.get("seconds", {}).get(case["id"]),
             "date": report["created"],
             "gpu": gpu["name"],
             "uuid": ",".join(uuids),

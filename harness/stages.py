@@ -6,8 +6,11 @@ the report, so that a case that vanished on the way fails as surely as one that 
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import importlib.metadata
+import importlib.util
+import os
 import shutil
 import signal
 import subprocess
@@ -21,6 +24,7 @@ from typing import Any
 from harness import devices, merge, mutate, receipts, report, spec
 from harness.spec import Case, Spec, SpecError
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Pair = tuple[Spec, Case]
 
 
@@ -248,7 +252,7 @@ class Gate:
         """Run pytest and pass on an interrupt, so that it can write what it has."""
         # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        process = subprocess.Popen(command, cwd=self.root)
+        process = subprocess.Popen(command, cwd=self.root, preexec_fn=_tied_to(os.getpid()))
         before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
         try:
             while True:
@@ -338,6 +342,35 @@ class Gate:
         for one in receipts.standing(self.root, self.require, pairs):
             if one.state != receipts.State.FRESH:
                 self.problems.append(f"{one.id}: {one.state} receipt of {self.require}")
+
+
+def _tied_to(parent: int) -> Callable[[], None] | None:
+    """What a child runs so that it is interrupted when `parent` is killed and cannot pass it on.
+
+    Where the system has no such thing (it is Linux's), the child outlives a killed parent.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    if prctl is None:
+        return None
+
+    def tie() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:  # it was killed before the call
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return tie
+
+
+def missing_module(kernel: str) -> str | None:
+    """What to say of a launcher ("module:function") whose module is not there; None if it is."""
+    module = kernel.partition(":")[0]
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of a package that holds it; what else is wrong, a case says
+        there = False
+    if there:
+        return None
+    return f"--kernel {kernel}: no module {module!r} in this folder or on PYTHONPATH"
 
 
 def _count(n: int, noun: str) -> str:

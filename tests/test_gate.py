@@ -162,6 +162,34 @@ def test_a_session_that_breaks_fails(project):
     assert "0 passed, 0 failed" in done.stdout
 
 
+def test_a_gate_that_is_killed_takes_its_workers_with_it(project):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            *"-m harness.cli gate -n 1 --spec twice --kernel mine.twice:hangs".split(),
+        ],
+        cwd=project.folder,
+        env=project.environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    while "stage kernel" not in (line := process.stdout.readline()):
+        assert line
+    time.sleep(2)
+    process.kill()
+    process.communicate(timeout=50)  # ends when nobody holds the pipe any more; it hangs for 60 s
+
+
+def test_a_missing_kernel_module_is_told_once_before_anything_runs(project):
+    for run in (project.gate, project.pytest):
+        done = run(*(["--spec", "twice"] if run == project.gate else []), "--kernel", "nowhere:f")
+        assert done.returncode not in (0, 1)
+        assert done.stdout.count("no module 'nowhere' in this folder") == 1
+        assert "CRASHED" not in done.stdout
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_an_interrupt_leaves_a_partial_report_and_no_pass(project, background):
     """Ctrl-C, or SIGTERM to a gate that a shell started with & and so with SIGINT ignored."""

@@ -1,0 +1,155 @@
+"""Every launcher refuses what it cannot take, by name and before anything is launched.
+
+A table over all kernel specs: no launcher is listed here, so none can be forgotten. Nothing runs;
+a launch is an error of its own.
+"""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import device
+from harness import run, spec
+
+pytestmark = pytest.mark.skipif(not run.simulated(), reason="needs no GPU, and runs without one")
+
+ROOT = Path(__file__).parents[1]
+ALL = [s for s in map(spec.load, spec.discover(ROOT)) if s.stage == "kernel"]
+KERNELS = [s for s in ALL if s.kernel.startswith("engine.")]  # not those that call one repeatedly
+REFUSED = (ValueError, NotImplementedError)
+
+
+class Launched(Exception):
+    """A kernel was about to run."""
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch):
+    def launch(self, *args, **options):
+        raise Launched(str(self))
+
+    monkeypatch.setattr(device.Kernel, "launch", launch)
+
+
+def call_of(each):
+    """Launcher, its arrays by name, and its scalars, for the smallest case that runs."""
+    cases = [c for c in each.cases.values() if not c.unsupported and c.gpus == 1]
+    case = min(cases, key=lambda c: sum(np.prod(s) for s in each.shapes(c).values()))
+    launcher = run.load_launcher(each)
+    shapes, tensors = each.shapes(case), each.tensors()
+    arrays = {n: device.empty(shapes[n], t.numpy_dtype) for n, t in tensors.items()}
+    return launcher, arrays, dict(case.scalars)
+
+
+def refusal(launcher, arrays, scalars):
+    """What the launcher says of these arguments; fails if it would launch, or dies another way."""
+    with pytest.raises(REFUSED) as caught:
+        launcher(**arrays, **scalars)
+    return str(caught.value)
+
+
+def axes_of(tensor):
+    """(position, label) of the axes of a tensor in its spec."""
+    return list(enumerate(tensor.shape))
+
+
+def by_stem(kernels):
+    return [pytest.param(each, id=each.stem) for each in kernels]
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_right_arguments_are_launched(each):
+    launcher, arrays, scalars = call_of(each)
+    with pytest.raises(Launched):
+        launcher(**arrays, **scalars)
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_another_dtype_is_refused(each):
+    launcher, arrays, scalars = call_of(each)
+    for name, array in arrays.items():
+        other = np.dtype("int16" if array.dtype != np.dtype("int16") else "int64")
+        wrong = {**arrays, name: device.empty(tuple(array.shape), other)}
+        said = refusal(launcher, wrong, scalars)
+        assert name in said, f"{name} of {other}: {said}"
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_an_axis_too_many_and_one_too_few_are_refused(each):
+    launcher, arrays, scalars = call_of(each)
+    for name, array in arrays.items():
+        for shape in ((*array.shape, 1), tuple(array.shape)[1:]):
+            wrong = {**arrays, name: device.empty(shape, array.dtype)}
+            said = refusal(launcher, wrong, scalars)
+            assert name in said, f"{name} of shape {shape}: {said}"
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_a_size_that_contradicts_another_argument_is_refused(each):
+    """Axes that share a name in the spec, and those of a fixed size."""
+    launcher, arrays, scalars = call_of(each)
+    tensors = each.tensors()
+    for name, tensor in tensors.items():
+        for place, label in axes_of(tensor):
+            others = [
+                n for n, t in tensors.items() if n != name and label in t.shape
+            ]  # fmt: skip
+            if not others and not isinstance(label, int):
+                continue
+            for change in (1, -1):
+                shape = list(arrays[name].shape)
+                shape[place] += change
+                if shape[place] < 0:
+                    continue
+                wrong = {**arrays, name: device.empty(tuple(shape), arrays[name].dtype)}
+                said = refusal(launcher, wrong, scalars)
+                named = [n for n in (name, *others) if n in said]
+                assert named, f"{name} of shape {shape} ({label}): {said}"
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_gaps_between_elements_are_refused(each):
+    launcher, arrays, scalars = call_of(each)
+    for name, array in arrays.items():
+        shape = tuple(array.shape)
+        wide = [i for i, size in enumerate(shape) if size > 1]
+        if not wide:
+            continue
+        axis = wide[-1]
+        spread = tuple(2 * size if i == axis else size for i, size in enumerate(shape))
+        step = tuple(slice(None, None, 2 if i == axis else None) for i in range(len(shape)))
+        gaps = device.empty(spread, array.dtype)[step]
+        assert tuple(gaps.shape) == shape
+        said = refusal(launcher, {**arrays, name: gaps}, scalars)
+        assert name in said, f"{name} with gaps: {said}"
+        assert "contiguous" in said
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_an_array_on_the_host_is_refused(each):
+    launcher, arrays, scalars = call_of(each)
+    for name, array in arrays.items():
+        wrong = {**arrays, name: np.empty(tuple(array.shape), array.dtype)}
+        said = refusal(launcher, wrong, scalars)
+        assert name in said, f"{name} on the host: {said}"
+        assert "device array" in said
+
+
+def test_the_table_has_every_launcher_of_the_engine():
+    """A public function of a kernel file that takes a stream launches: a spec must reach it."""
+    reached = {each.kernel for each in KERNELS}
+    for each in ALL:
+        reached |= {f"{f.__module__}:{n}" for n, f in _functions(each.kernel.partition(":")[0])}
+    for file in sorted((ROOT / "engine" / "kernels").glob("[!_]*.py")):
+        module = importlib.import_module(f"engine.kernels.{file.stem}")
+        for name, function in _functions(module.__name__):
+            own = function.__module__ == module.__name__ and not name.startswith("_")
+            if own and "stream" in inspect.signature(function).parameters:
+                assert f"{module.__name__}:{name}" in reached
+
+
+def _functions(module):
+    return inspect.getmembers(importlib.import_module(module), inspect.isfunction)
