@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not run.simulated(), reason="needs no GPU, and r
 ROOT = Path(__file__).parents[1]
 ALL = [s for s in map(spec.load, spec.discover(ROOT)) if s.stage == "kernel"]
 KERNELS = [s for s in ALL if s.kernel.startswith("engine.")]  # not those that call one repeatedly
+# gemm_bf16 takes a y that is wider than its n columns, and leaves the rest.
+LEGAL = {("gemm_bf16_f32", "y", 1), ("gemm_bf16_f32", "w", -1)}
 REFUSED = (ValueError, NotImplementedError)
 
 
@@ -103,6 +105,8 @@ def test_a_size_that_contradicts_another_argument_is_refused(each):
                 shape = list(arrays[name].shape)
                 shape[place] += change
                 if shape[place] < 0:
+                    continue
+                if (each.stem, name, change) in LEGAL:
                     continue
                 wrong = {**arrays, name: device.empty(tuple(shape), arrays[name].dtype)}
                 said = refusal(launcher, wrong, scalars)
