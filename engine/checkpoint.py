@@ -10,6 +10,10 @@ matrix [out, in] as `weight_packed` int32 [out, in/8], `weight_scale` bfloat16 [
 The bytes of a packed matrix are those of the bundle, so nothing is converted: all weights are views
 of the mapped shards. What is quantised is decided by which tensors are there, because the public
 `ignore` list leaves out matrices that are stored plain (the router).
+
+A drafter comes from a directory of its own, in the format of the public DFlash drafters:
+config.json with `dflash_config` (mask_token_id, target_layer_ids), block_size and a Qwen3 layer's
+sizes; `fc`, `hidden_norm`, `layers.*` and `norm` in bfloat16. Embedding and head are the target's.
 """
 
 import json
@@ -81,8 +85,11 @@ class Checkpoint(NamedTuple):
         return {ours: source.file[source.name] for ours, source in self.sources.items()}
 
 
-def read(directory: str | os.PathLike[str]) -> Checkpoint:
-    """Check every name, shape and dtype of a checkpoint; its values are not touched.
+def read(
+    directory: str | os.PathLike[str], drafter: str | os.PathLike[str] | None = None
+) -> Checkpoint:
+    """Check every name, shape and dtype of a checkpoint, and of a drafter for it; their values are
+    not touched.
 
     Raises InvalidFile naming the file and the tensor or key: a missing or truncated shard, a tensor
     that is missing or of another shape or dtype, a quantisation, group size or activation that the
@@ -181,23 +188,95 @@ def read(directory: str | os.PathLike[str]) -> Checkpoint:
             more = f" and {len(modules) - 1} more matrices" if len(modules) > 1 else ""
             notes.append(f"{modules[0]}{more}: {fact}; the tensors decide")
     shards = sorted({file.path for file in owners.values()})
+    if drafter is not None:
+        config["drafter"], own = _drafter(Path(drafter), config)
+        sources |= own
+        shards += sorted({source.file.path for source in own.values()})
     return Checkpoint(directory, config, sources, prefix, shards, unused, notes)
+
+
+def _drafter(
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Source]]:
+    """The config's table `drafter` and its tensors; InvalidFile unless the engine can run it."""
+    if not directory.is_dir():
+        raise InvalidFile(f"{directory}: no such directory")
+    path = directory / "config.json"
+    public = _json(path)
+    own = public.get("dflash_config")
+    if not isinstance(own, dict):
+        raise InvalidFile(f"{path}: expected a table 'dflash_config', got {own!r}")
+    for key, expected in (
+        ("hidden_size", config["hidden_size"]),
+        ("vocab_size", config["vocab_size"]),
+        ("num_target_layers", config["num_hidden_layers"]),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("use_sliding_window", False),
+        ("quantization_config", None),
+    ):
+        if public.get(key, expected) != expected:
+            raise InvalidFile(f"{path}: {key!r}: expected {expected!r}, got {public[key]!r}")
+    kinds = set(public.get("layer_types") or ()) - {"full_attention"}
+    if kinds or own.get("fc_layernorm"):
+        what = f"layers of {', '.join(map(str, kinds))}" if kinds else "norms before fc"
+        raise InvalidFile(f"{path}: not supported: {what}")
+    table = {
+        key: public.get(key)
+        for key in (
+            "block_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+            "intermediate_size rms_norm_eps rope_theta"
+        ).split()
+    }
+    table |= {key: own.get(key) for key in ("mask_token_id", "target_layer_ids")}
+    if table["block_size"] is None:
+        table["block_size"] = own.get("block_size")
+    scaling = public.get("rope_scaling")
+    if isinstance(scaling, dict):  # without mscale: YaRN's own factor of cos and sin
+        kind = scaling.get("type", scaling.get("rope_type"))
+        rest = {key: value for key, value in scaling.items() if key != "rope_type"}
+        scaling = {"mscale": 1.0, "mscale_all_dim": 0.0, **rest, "type": kind}
+    table["rope_scaling"] = scaling
+    try:
+        bundle.check_config({**config, "drafter": table})
+    except ValueError as error:
+        raise InvalidFile(f"{path}: {error}") from None
+    owners, _ = _owners(directory)
+    sources = {}
+    for name, matrix in bundle.layout({**config, "drafter": table}):
+        theirs = name.removeprefix("drafter.")
+        if theirs == name:
+            continue
+        if theirs not in owners:
+            raise InvalidFile(f"{directory}: tensor {theirs!r} is missing")
+        sources[name] = source = Source(owners.pop(theirs), theirs)
+        entry = source.file.entries[theirs]
+        if entry.dtype != "BF16":  # float16 does not hold what bfloat16 does
+            raise source.error(f"expected dtype BF16, got {entry.dtype}")
+        if entry.shape != matrix.shape:
+            raise source.error(f"expected shape {list(matrix.shape)}, got {list(entry.shape)}")
+    for name, file in owners.items():
+        raise Source(file, name).error("not supported: the engine's drafter has no such weight")
+    return table, sources
 
 
 def convert(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    drafter: str | os.PathLike[str] | None = None,
     watch: Callable[[str, np.ndarray], None] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint as a bundle without goldens, all or nothing; what was read.
+    """Write a checkpoint, and a drafter for it, as a bundle without goldens, all or nothing; what
+    was read.
 
     InvalidFile (as `read`, or a value that is not finite) and OSError leave `out` as it was.
     `watch` gets each weight's name and array before its bytes are written.
     """
-    checkpoint = read(directory)
+    checkpoint = read(directory, drafter)
     target = Path(out)
-    others = [checkpoint.directory / name for name in ("config.json", INDEX)]
+    folders = [checkpoint.directory, *([] if drafter is None else [Path(drafter)])]
+    others = [folder / name for folder in folders for name in ("config.json", INDEX)]
     if target.resolve() in [path.resolve() for path in (*checkpoint.shards, *others)]:
         raise InvalidFile(f"{target}: is part of the checkpoint, and would be replaced")
 
@@ -231,7 +310,8 @@ def _config(path: Path, text: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidFile(
             f"{path}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}"
         )
-    config = {k: v for k, v in text.items() if k not in ("quantization_config", "text_config")}
+    ours = ("quantization_config", "text_config", "drafter")
+    config = {k: v for k, v in text.items() if k not in ours}
     config.setdefault("lora_rms_norm_eps", LORA_RMS_NORM_EPS)
     rope = config.pop("rope_parameters", None)  # the same in transformers 5
     if isinstance(rope, dict):

@@ -224,6 +224,14 @@ def inspect(
         f"top {config['num_experts_per_tok']} + {config['n_shared_experts']} shared, "
         f"dense {config['intermediate_size']}"
     )
+    if "drafter" in config:
+        own = config["drafter"]
+        say(
+            f"drafter: block {own['block_size']}, {own['num_hidden_layers']} layers, "
+            f"{own['num_attention_heads']} heads over {own['num_key_value_heads']} of "
+            f"{own['head_dim']}, MLP {own['intermediate_size']}, taps "
+            f"{' '.join(map(str, own['target_layer_ids']))}, mask token {own['mask_token_id']}"
+        )
     table = columns("", "<tensor", "count", "<dtype", "<shape", "bytes")
     groups: dict[tuple[str, str, str], list[int]] = {}
     for name, (dtype, shape, count) in sorted(sizes.items()):
@@ -387,6 +395,10 @@ def import_(
         Path, typer.Argument(metavar="DIR", help="config.json and safetensors shards.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.kdtr", help="The bundle to write.")],
+    drafter: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A drafter for it, in the public DFlash format."),
+    ] = None,
 ) -> None:
     """Make a bundle of a checkpoint in the public Kimi K2 format. All or nothing."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
@@ -406,19 +418,21 @@ def import_(
             disable=not console.is_terminal,
         ) as progress,
     ):
-        total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        folders = [directory, *([] if drafter is None else [drafter])]
+        files = [path for folder in folders for path in folder.glob("*.safetensors")]
+        total = sum(path.stat().st_size for path in files)
         task = progress.add_task("", total=total)
 
         def watch(_: str, array: np.ndarray) -> None:
             progress.advance(task, array.nbytes)
 
-        checkpoint = checkpoint_module.convert(directory, out, watch=watch)
+        checkpoint = checkpoint_module.convert(directory, out, drafter=drafter, watch=watch)
     seconds = time.perf_counter() - started
     packed = sum(name.endswith(".qw") for name in checkpoint.sources)
-    files = f"{len(checkpoint.shards)} file{'s' if len(checkpoint.shards) > 1 else ''}"
+    read = f"{len(checkpoint.shards)} file{'s' if len(checkpoint.shards) > 1 else ''}"
     prefix = f"prefix {checkpoint.prefix!r}" if checkpoint.prefix else "no prefix"
     say(f"{directory} -> {out}: {size(out.stat().st_size)} in {seconds:.1f} s")
-    say(f"{len(checkpoint.sources)} tensors from {files}, {prefix}, {packed} INT4 matrices")
+    say(f"{len(checkpoint.sources)} tensors from {read}, {prefix}, {packed} INT4 matrices")
     for group, (count, amount) in sorted(checkpoint.unused.items()):
         say(f"not used: {group}, {count} tensors, {size(amount)}")
     if not checkpoint.unused:

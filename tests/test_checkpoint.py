@@ -545,3 +545,109 @@ def test_the_checkpoint_is_never_whole_in_memory(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < total / 10
+
+
+# -- a drafter beside it ---------------------------------------------------------------------------
+
+DRAFTER = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": TEXT["hidden_size"],
+    "vocab_size": TEXT["vocab_size"],
+    "num_target_layers": TEXT["num_hidden_layers"],
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 50000.0,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "block_size": 8,
+    "layer_types": ["full_attention"],
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
+}
+
+
+def save_drafter(directory: Path, config: dict | None = None, change=None) -> Path:
+    """A public DFlash drafter with random weights; `change` edits its tensors."""
+    own = DRAFTER if config is None else config
+    table = {**{k: DRAFTER[k] for k in DRAFTER}, **DRAFTER["dflash_config"]}
+    rng, tensors = np.random.default_rng(1), {}
+    for name, matrix in bundle.layout({**TEXT, "drafter": table}):
+        if name.startswith("drafter."):
+            value = rng.standard_normal(matrix.shape).astype(BF16)
+            tensors[name.removeprefix("drafter.")] = value
+    if change is not None:
+        change(tensors)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(own))
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_a_drafter_is_imported_beside_its_target(tmp_path):
+    target, drafter = save(tmp_path / "target"), save_drafter(tmp_path / "drafter")
+    read = checkpoint.convert(target, tmp_path / "both.kdtr", drafter=drafter)
+    opened = bundle.Bundle(tmp_path / "both.kdtr")
+    opened.verify()
+    assert opened.config["drafter"]["target_layer_ids"] == [0, 1]
+    assert opened.config["drafter"]["block_size"] == 8
+    with safetensors.safe_open(drafter / "model.safetensors", "np") as file:
+        for name in file.keys():
+            np.testing.assert_array_equal(opened[f"drafter.{name}"], file.get_tensor(name))
+    assert drafter / "model.safetensors" in read.shards
+    with pytest.raises(InvalidFile, match="would be replaced"):
+        checkpoint.convert(target, drafter / "config.json", drafter=drafter)
+
+
+def test_yarn_without_mscale_has_yarns_own_factor(tmp_path):
+    yarn = {
+        "rope_type": "yarn", "factor": 64.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    drafter = save_drafter(tmp_path / "drafter", {**DRAFTER, "rope_scaling": yarn})
+    read = checkpoint.read(save(tmp_path / "target"), drafter)
+    scaling = read.config["drafter"]["rope_scaling"]
+    assert (scaling["type"], scaling["mscale"], scaling["mscale_all_dim"]) == ("yarn", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": None}, "dflash_config"),
+        ({"hidden_size": 1}, "'hidden_size': expected"),
+        ({"vocab_size": 1}, "'vocab_size': expected"),
+        ({"num_target_layers": 9}, "'num_target_layers': expected"),
+        ({"attention_bias": True}, "'attention_bias': expected False"),
+        ({"layer_types": ["sliding_attention"]}, "not supported: layers of sliding_attention"),
+        ({"dflash_config": {**DRAFTER["dflash_config"], "fc_layernorm": True}}, "norms before fc"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [9]}}, "target_layer_ids"),
+        ({"block_size": None}, "block_size"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config': expected None"),
+    ],
+)
+def test_drafters_that_are_refused(tmp_path, change, message):
+    drafter = save_drafter(tmp_path / "drafter", {**DRAFTER, **change})
+    with pytest.raises(InvalidFile, match=message):
+        checkpoint.read(save(tmp_path / "target"), drafter)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), "'fc.weight' is missing"),
+        (lambda t: t.update({"fc.bias": np.zeros(3, BF16)}), "'fc.bias': not supported"),
+        (
+            lambda t: t.update({"norm.weight": t["norm.weight"].astype(np.float16)}),
+            "expected dtype BF16, got F16",
+        ),
+        (lambda t: t.update({"norm.weight": np.zeros(3, BF16)}), "expected shape"),
+    ],
+)
+def test_drafter_tensors_that_are_refused(tmp_path, change, message):
+    drafter = save_drafter(tmp_path / "drafter", change=change)
+    with pytest.raises(InvalidFile, match=message):
+        checkpoint.read(save(tmp_path / "target"), drafter)
