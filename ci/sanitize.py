@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,6 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck")
 OPTIONS = {"memcheck": ["--padding", "1024"]}  # bytes between allocations, which may not be read
 FOUND = 86  # exit status of a tool that found something
-CHUNK = 12  # cases a process: its start, under a tool, takes as long as a dozen of them
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 
 
@@ -108,8 +107,8 @@ class Outcome:
         return not self.errors and not self.failed and bool(self.cases)
 
 
-def under(sanitizer: str, tool: str, ids: list[str], outcome: Outcome) -> None:
-    """Run `ids` in one process under `tool` and add what came of it to `outcome`."""
+def under(sanitizer: str, tool: str, ids: list[str], outcome: Outcome) -> str:
+    """Run `ids` in one process under `tool` and add what came of it to `outcome`; a line on it."""
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         command = [
@@ -136,6 +135,8 @@ def under(sanitizer: str, tool: str, ids: list[str], outcome: Outcome) -> None:
         outcome.text.append(f"{tool} on {', '.join(ids)}: exit {done.returncode}\n{text[:6000]}")
         if not errors and rows.keys() == set(ids):
             outcome.failed[ids[0]] = f"{tool} ended with {done.returncode} without a summary"
+    seconds = time.monotonic() - started
+    return f"  {tool}: {len(rows)} of {len(ids)} cases ran, {errors} errors, {seconds:.0f} s"
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -146,35 +147,35 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and "status" in row else None
 
 
-def chunks(ids: list[str]) -> list[list[str]]:
-    """Cases of one spec stay together, as far as a process takes, because they share kernels."""
+def chunks(ids: list[str], size: int) -> list[list[str]]:
+    """At most `size` cases a process; those of one spec stay together, for they share kernels."""
     by_spec: dict[str, list[str]] = defaultdict(list)
     for case_id in ids:
         by_spec[case_id.partition("::")[0]].append(case_id)
-    parts = [
-        group[i : i + CHUNK] for group in by_spec.values() for i in range(0, len(group), CHUNK)
-    ]
+    parts = [g[i : i + size] for g in by_spec.values() for i in range(0, len(g), size)]
     merged: list[list[str]] = []
     for part in sorted(parts, key=len, reverse=True):
-        small = next((m for m in merged if len(m) + len(part) <= CHUNK), None)
+        small = next((m for m in merged if len(m) + len(part) <= size), None)
         small.extend(part) if small else merged.append(list(part))
     return merged
 
 
 def run_tools(sanitizer: str, tools: list[str], ids: list[str], workers: int) -> dict[str, Outcome]:
-    """Every tool over every case, `workers` processes at a time. The slowest tool goes first."""
+    """Every tool over every case, `workers` processes at a time. The slowest tool goes first.
+
+    A process takes seconds of a core to start, as long as many cases: one a worker is enough.
+    """
+    size = -(-len(ids) * len(tools) // workers)
     found = {tool: Outcome() for tool in tools}
     order = sorted(tools, key=lambda t: t != "racecheck")
     with ThreadPoolExecutor(workers) as pool:
         jobs = [
             pool.submit(under, sanitizer, tool, part, found[tool])
             for tool in order
-            for part in chunks(ids)
+            for part in chunks(ids, size)
         ]
-        for i, job in enumerate(jobs, 1):
-            job.result()
-            if i % 10 == 0 or i == len(jobs):
-                print(f"  {i}/{len(jobs)} processes done", flush=True)
+        for job in as_completed(jobs):
+            print(job.result(), flush=True)
     return found
 
 
