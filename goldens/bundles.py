@@ -72,7 +72,7 @@ _COMMON = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_SHAPES = {
+_SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 256,
