@@ -275,9 +275,7 @@ class _Buffer:
 
     def fill(self, content: np.ndarray) -> None:
         """Set the guard bands and, from a host array of the tensor's dtype and shape, the rest."""
-        if self.guard:
-            self.bytes[: self.guard].copy_to_device(_BAND)
-            self.bytes[self.guard + self.size :].copy_to_device(_BAND)
+        self.fill_guards()
         if not self.size:
             return
         if isinstance(content, goldens.numerics().Gathered) and not simulated():
@@ -285,6 +283,25 @@ class _Buffer:
             self.pool.gather(self.inner)
         else:
             self.inner.copy_to_device(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
+
+    def fill_with(self, bits: int) -> None:
+        """Set the guard bands, and every element to a bit pattern; scratch can be gigabytes."""
+        item = self.dtype.itemsize
+        if simulated() or item == 8 or not self.size:
+            self.fill(np.full(self.shape, bits, np.dtype(f"u{item}")))
+            return
+        from cuda.bindings import driver
+
+        self.fill_guards()
+        fill = {1: driver.cuMemsetD8, 2: driver.cuMemsetD16, 4: driver.cuMemsetD32}[item]
+        (status,) = fill(self.inner.device_ctypes_pointer.value, bits, self.size // item)
+        if int(status):
+            raise RuntimeError(f"{self.name} cannot be filled: {status}")
+
+    def fill_guards(self) -> None:
+        if self.guard:
+            self.bytes[: self.guard].copy_to_device(_BAND)
+            self.bytes[self.guard + self.size :].copy_to_device(_BAND)
 
     def host(self) -> np.ndarray:
         if not self.size:
@@ -421,8 +438,7 @@ class Prepared:
             if getattr(tensor, "inout", False):
                 buffer.fill(self.golden.inputs[name])
             elif poisoned:
-                bits = np.dtype(f"u{buffer.dtype.itemsize}")
-                buffer.fill(np.full(buffer.shape, poison(tensor.dtype, second), bits))
+                buffer.fill_with(poison(tensor.dtype, second))
         given: dict[str, Any] = {n: b.array for n, b in self.buffers.items()}
         given |= self.case.scalars
         if self.golden.weights is not None:
