@@ -32,7 +32,7 @@ from engine.kernels.draft_limit import draft_limit
 from engine.kernels.draft_top_k import draft_top_k, workspace_words
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
-from engine.layers import Buffers, Config, DraftLayer, Launch
+from engine.layers import Buffers, Config, Drafter, DraftLayer, Launch
 from engine.model import rope_tables
 from engine.prepared import prepare_drafter
 
@@ -69,8 +69,9 @@ class _Status:
 class DFlash:
     """The drafter of a bundle, for engine.decode."""
 
-    def __init__(self, weights: Mapping[str, Any], config: Config):
-        """weights: the bundle's tensors, `drafter.*` among them. ValueError if it has none."""
+    def __init__(self, weights: Mapping[str, Any] | Drafter, config: Config):
+        """weights: the bundle's tensors, `drafter.*` among them, or prepared. ValueError if the
+        config has no drafter."""
         if "drafter" not in config:
             raise ValueError("this bundle has no drafter: kdtr bundle make NAME --drafter adds one")
         self._tensors, self.config, self.drafter = weights, config, config["drafter"]
@@ -85,7 +86,9 @@ class DFlash:
         if model.group is not None:
             raise NotImplementedError("dflash: a drafter on a model that is split over ranks")
         self.decoder, self.model = decoder, model
-        self.weights = prepare_drafter(self._tensors, self.config, model.act)
+        self.weights = self._tensors
+        if not isinstance(self.weights, Drafter):
+            self.weights = prepare_drafter(self._tensors, self.config, model.act)
         size, groups = drafter["head_dim"], drafter["num_key_value_heads"]
         self.entry = 2 * groups * size
         shape = (len(self.weights.layers), model.cache.latents.shape[1], self.entry)
