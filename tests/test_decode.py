@@ -453,6 +453,7 @@ def test_the_command_tells_a_difference(path, capsys):
         (["--prompt-tokens", "3", "--costs", "0:1,3:2"], "--costs"),
         (["--prompt-tokens", "3", "--costs", "measure"], "--device cuda"),
         (["--prompt-tokens", "3", "--length", "0"], "--length"),
+        (["--prompt-tokens", "3", "--tp", "2"], "splits the engine alone"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_a_call(path, arguments, says):
