@@ -76,6 +76,7 @@ class Plan:
     direct: bool = False  # never as a graph
     taps: Any = None  # bf16 [rows, taps hidden], x after each tap layer, if the model has any
     starts: list[int] = field(default_factory=list)  # first row of each request, of the last pass
+    ranks: bool = False  # several: the first pass connects them, which no capture should hold
     _graph: Any = field(default=None, repr=False)
 
     def run(
@@ -87,7 +88,8 @@ class Plan:
     ) -> None:
         """Queue the pass on `stream` (None: the default one). With `record`, launch by launch, some
         of them if `launches` says so, and append to record[name] a host copy of what each shows."""
-        if record is not None or SIMULATED or self.direct:
+        if record is not None or SIMULATED or self.direct or self.ranks:
+            self.ranks = False
             for launch in self.launches[launches]:
                 launch.call(stream=stream)
                 if record is not None:
@@ -317,8 +319,9 @@ class Model:
             status = status[: len(sites)]
         direct = self.group is not None and not self.group.captured
         return Plan(
-            window, tokens, x, logits, token, status, sites, launches, direct=direct, taps=taps
-        )
+            window, tokens, x, logits, token, status, sites, launches, direct=direct, taps=taps,
+            ranks=self.group is not None,
+        )  # fmt: skip
 
     def _head(self, h: Any, logits: Any) -> list[Launch]:
         head, b = self.weights.head, self._buffers
