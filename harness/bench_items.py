@@ -1,6 +1,7 @@
 """The pytest items of `kdtr bench`; collected only by it, one a case."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -92,6 +93,8 @@ def test_time(
 
         def once() -> None:
             seconds.append(timed.replay.seconds())
+            if not 0 < seconds[-1] < math.inf:  # nor NaN: no baseline is slower than that
+                raise bench_case.WrongResult(f"the clock says {seconds[-1]} s")
             CLOCK.now += seconds[-1]
             for rival in rivals.values():
                 rival.once(PEER_SECONDS)

@@ -341,13 +341,24 @@ FAKE_GPU = """
     from harness import bench_case, bench_clock
 
     class Replay:
+        made = []
+
         def __init__(self, call, launches):
-            self.launches = launches
+            self.launches, self.readings = launches, 0
+            self.made.append(self)
             for i in range(launches):
                 call(i, None)
 
         def seconds(self):
-            return 5e-6
+            self.readings += 1
+            fault = os.environ.get("FAKE_FAULT")
+            if fault is None or len(self.made) < 2 or self.readings < 8:  # of the first case: none
+                return 5e-6
+            if fault == "lost":
+                raise RuntimeError("cuEventSynchronize: CUDA_ERROR_LAUNCH_FAILED")
+            if fault == "died":
+                os.kill(os.getpid(), 9)
+            return float(fault)
 
     bench_clock.ceiling = lambda: bench_clock.Ceiling(4e12, 4.4e12, None)
     bench_clock.gpu = lambda: ("NVIDIA H200", "GPU-0", "13000")
@@ -409,6 +420,28 @@ def test_what_is_wrong_before_or_after_is_not_recorded(checkout, kernel, said):
     assert done.returncode == 1
     assert said in " ".join(done.stdout.split())
     assert not (checkout / "ci/baselines/h200.json").exists()
+
+
+@pytest.mark.parametrize("fault", ["lost", "died", "nan"])
+def test_gpu_or_clock_lost_in_the_middle_costs_the_case_and_no_other(checkout, monkeypatch, fault):
+    monkeypatch.setitem(globals(), "SPEC", SPEC + "huge = { n = 1000, bench = true }\n")
+    baseline = checkout / "ci" / "baselines" / "h200.json"
+    baseline.parent.mkdir(parents=True)
+    known = {"share": 0.5, "time_us": 9.0}
+    baseline.write_text(json.dumps({"specs/x.toml::huge": known}))
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    done = on_a_fake_gpu(checkout, "x", "--record")
+    assert done.returncode != 0, done.stdout + done.stderr
+    rows = {r["id"]: r for r in json.loads((checkout / "report/bench.json").read_text())}
+    assert rows["specs/x.toml::big"]["time_us"] == 5.0
+    if fault in ("lost", "died"):
+        assert "FAILED specs/x.toml::huge was asked for and has no time" in done.stderr
+    else:
+        assert rows["specs/x.toml::huge"]["verdict"] == "WRONG"
+        assert "the clock says" in rows["specs/x.toml::huge"]["note"]
+    kept = json.loads(baseline.read_text())
+    assert kept["specs/x.toml::huge"] == known
+    assert kept["specs/x.toml::big"]["time_us"] == 5.0
 
 
 def test_only_cases_with_bench_are_timed(checkout):
