@@ -33,7 +33,7 @@ from harness.spec import Case, Range, Spec, load
 
 EXAMPLES = 12  # of each spec, if neither a number nor a time is asked for
 SHRINK_S = 30.0  # at most, for a failing case
-CASE_S = 60.0  # limit of each launch
+CASE_S = {"sim": 300.0, "cuda": 60.0}  # limit of each launch
 GRACE_S = 30.0  # a worker that takes so much longer than two launches may is ended
 BATCH = 9  # cases a run of hypothesis: it spends larger runs on variations of what it has drawn
 DRAWS = 1 << 16  # different random inputs for the same axes and options
@@ -100,7 +100,7 @@ def explore(
     if shared:
         search.turn = lambda: devices.turn(shared)
     start = time.monotonic()
-    search.deadline = math.inf if seconds is None else start + seconds
+    search.seconds = math.inf if seconds is None else seconds
     search.left = DRAWS if examples is None else examples
     settings = hypothesis.settings(
         max_examples=BATCH,
@@ -157,7 +157,8 @@ class _Search:
 
     def __init__(self, spec: Spec, simulated: bool, kernel: Any, tell: Callable[[str], None]):
         self.spec, self.simulated, self.kernel, self.tell = spec, simulated, kernel, tell
-        self.deadline, self.left = math.inf, 0
+        self.seconds, self.left = math.inf, 0
+        self.deadline = math.inf  # the first case, which compiles, has no limit
         self.turn: Callable[[], Any] = contextlib.nullcontext
         self.known: set[str] = set()  # cases that passed
         self.judged = self.refused = 0
@@ -168,9 +169,7 @@ class _Search:
     def attempt(self, values: dict[str, Any]) -> None:
         from harness import run
 
-        started = self.judged + self.refused > 0  # one case must be, however short the time
-        late = started and time.monotonic() > self.deadline
-        if late or (self.verdict is None and self.left <= 0):
+        if time.monotonic() > self.deadline or (self.verdict is None and self.left <= 0):
             raise _Enough
         case, fault = drawn_case(self.spec, values, self.simulated)
         text = paste(self.spec, case)
@@ -180,6 +179,8 @@ class _Search:
         verdict = fault or run.run_case(
             self.spec, case, kernel=self.kernel, turn=self.turn, drawn=True
         )
+        if self.deadline == math.inf:
+            self.deadline = time.monotonic() + self.seconds
         if self.verdict is None:
             self.left -= 1
             for name, value in values.items():
@@ -244,7 +245,7 @@ def drawn_case(spec: Spec, values: Mapping[str, Any], simulated: bool) -> tuple[
         {n: v for n, v in values.items() if n in spec.options},
         sim=simulated,
         exact=values["exact"],
-        timeout_s=CASE_S,
+        timeout_s=CASE_S["sim" if simulated else "cuda"],
         constant=CONSTANT,
         draw=values["draw"],
         weights=spec.weights,
@@ -346,7 +347,7 @@ class _Worker:
         start, cases, last = time.monotonic(), 0, ""
         status, said = "CRASHED", "its process died"
         while True:
-            event = self.event(2 * CASE_S + GRACE_S)
+            event = self.event(2 * CASE_S[job["device"]] + GRACE_S)
             if event is None:
                 break
             if not event:
@@ -482,7 +483,8 @@ def fuzz(
         typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="How long to draw, all specs together.")
+        float | None,
+        typer.Option(min=0, help="How long to draw in all, first cases not counted."),
     ] = None,
     examples: Annotated[
         int | None,

@@ -120,7 +120,7 @@ def test_a_process_that_dies_costs_no_other_spec(project):
 
 
 def test_a_process_that_hangs_is_ended(project, monkeypatch):
-    monkeypatch.setattr(fuzz, "CASE_S", 1.0)
+    monkeypatch.setitem(fuzz.CASE_S, "sim", 1.0)
     monkeypatch.setattr(fuzz, "GRACE_S", 4.0)
     for name, value in project.environ.items():
         monkeypatch.setenv(name, value)
@@ -193,6 +193,8 @@ def test_ranges_steps_texts_and_the_simulators_share(scale):
 def test_time_is_a_budget_of_which_one_case_is_always_judged(scale):
     cases, outcome = explored(scale("rows = [1, 900]\n"), examples=None, seconds=0.0)
     assert (len(cases), outcome.judged) == (1, 1)
+    cases, outcome = explored(scale("rows = [1, 900]\n"), examples=None, seconds=0.5)
+    assert len(cases) == outcome.judged > 1
 
 
 def test_what_no_one_gives_a_value_is_a_spec_error(scale):
