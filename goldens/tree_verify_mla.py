@@ -51,7 +51,7 @@ def inputs(
     page_table = rng.choice(HOSTILE, (requests, max_pages)).astype(np.int32)
     kind = np.dtype(dtype)
     free = rng.permutation(slots // page_size)
-    far = free * page_size * width * kind.itemsize >= 2**32  # bytes: these pages come first
+    far = free * page_size * width >= 2**32  # elements: these pages come first
     free = np.concatenate([free[far], free[~far]])
     places_of, keys_of = [], []  # cache slots and what they hold
     ancestors = rng.integers(0, 2**32, (rows, words)).astype(np.uint32)  # above a node: noise
