@@ -1,10 +1,15 @@
 """Specs as pytest items: collection, verdicts, lost workers, leases. Fake GPUs, the simulator."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import jsonschema
 import pytest
-from throwaway import CASES, SHORT, Project
+from throwaway import CASES, ROOT, SHORT, Project
 
-from harness import report
+from harness import devices, plugin, report, spec
 
 TWO = "odd = { n = 33, sim = true }\n"
 
@@ -233,3 +238,36 @@ def test_the_longest_of_an_earlier_run_come_first(project):
     assert done.returncode == 0
     order = list(dict.fromkeys(n for _, _, n in told(project)))
     assert order == ["5", "33", "4"]  # never seen before comes first
+
+
+def test_a_turn_on_a_shared_gpu_begins_where_the_device_is_used(tmp_path, monkeypatch):
+    """A golden must not be made with the GPU in hand, nor may the wait for it count as time."""
+    monkeypatch.setenv(devices.LOCKS, str(tmp_path))
+    seat = plugin.Seat("sim", (devices.Gpu("GPU-a"),))
+    seat.shared = True
+    overran, taken = [], threading.Event()
+
+    def neighbour(seconds):
+        with devices.lock_file("GPU-a.turn").acquire(timeout=0):
+            taken.set()
+            time.sleep(seconds)
+
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(neighbour, 0.6)
+        taken.wait()
+        with seat.watch("specs/x.toml::y", 0.3, lambda: overran.append(1)) as turn:
+            with turn():  # waits longer than the limit
+                busy.result()
+                with pytest.raises(devices.Timeout):
+                    pool.submit(neighbour, 0).result()
+            pool.submit(neighbour, 0).result()
+    assert not overran
+
+
+def test_what_nobody_has_timed_is_ordered_by_size():
+    loaded = spec.load(ROOT / "specs" / "argmax.toml")
+    items = [
+        SimpleNamespace(nodeid=name, spec=loaded, case=loaded.cases[name])
+        for name in ("tiny", "k26", "k26_ties")
+    ]
+    assert devices.longest_first(*[plugin.expected(items)] * 2) == ["k26", "k26_ties", "tiny"]

@@ -9,9 +9,10 @@ import pytest
 
 from harness import receipts, sources, spec
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 import sanitize
+
+ROOT = Path(__file__).parents[1]
 
 TOOL = """\
 #!/usr/bin/env bash
