@@ -416,6 +416,7 @@ def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
             return names
     cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
     cases.sort(key=lambda c: sum(map(math.prod, spec.shapes(c).values())))
+    telling = next((c for c in cases if not c.constant), cases[0])
     values = dict.fromkeys(item for c in spec.cases.values() for item in c.scalars.items())
 
     def moving(case: Case, names: Iterable[str]) -> set[str]:
@@ -427,11 +428,11 @@ def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
             left -= moving(case, left)
     for name, value in values:  # a seed says nothing where the temperature is 0
         some = left.intersection(spec.scalars) - {name}
-        if some and cases[0].scalars[name] != value:
+        if some and telling.scalars[name] != value:
             with contextlib.suppress(Fault):
-                left -= moving(replace(cases[0], scalars={**cases[0].scalars, name: value}), some)
+                left -= moving(replace(telling, scalars={**telling.scalars, name: value}), some)
     if spec.invariant:
-        left |= set(spec.invariant) - moving(cases[0], spec.invariant)
+        left |= set(spec.invariant) - moving(telling, spec.invariant)
     with contextlib.suppress(OSError):
         replace_file(path, json.dumps(sorted(left)).encode())
     return sorted(left)
