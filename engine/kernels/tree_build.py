@@ -9,8 +9,9 @@ do not rise along a path or among siblings, this order is that of a heap that ho
 its next child, and parents come before children. A token of log-probability -inf is never a node.
 
 One block a request. Warp 0 is the heap: lane l keeps the best of the next children of nodes l,
-l + 32, .., a reduction finds the best lane, and equal scores are told apart by comparing rank
-tuples position by position. A new node changes two lanes. Then all warps write the outputs.
+l + 32, .., a reduction finds the best lane, and equal scores are told apart by walking up to the
+common ancestor. A new node changes two lanes: its own, and that of its parent, which all lanes look
+through together. Then all warps write the outputs.
 
 Rows past counts[r] are padding: token and parent -1, depth 0, ancestors themselves alone.
 status[r]: 0; 1 = log-probabilities that rise, exceed 0 or are NaN, or a token below 0 that is not
@@ -27,17 +28,16 @@ from engine.ptx import (
     f32_to_bits,
     popc,
     warp_max_u32,
-    warp_min_u32,
 )
 from engine.warp import FULL
 
 MAX_NODES = 1025  # root and a budget of 1024
-MAX_LENGTH = 16  # draft positions; a rank tuple is a row of that many
+MAX_LENGTH = 16  # draft positions
 MAX_K = 1024
 THREADS = 256
 BAD_LOG_PROBS, BAD_BUDGET = 1, 2
+OFFERS = 7168  # log-probabilities kept in shared memory: 7 positions of 1024, 28 KB
 SIGN = 0x80000000
-NO_RANK = 0xFFFF
 
 
 @function
@@ -56,13 +56,29 @@ def _score(key):
 
 
 @function
-def _before(paths, a, b):
-    """Is the rank tuple at row a lexicographically before that at row b? They differ."""
-    i, j = u32(a * u32(MAX_LENGTH)), u32(b * u32(MAX_LENGTH))
-    while paths[i] == paths[j]:
-        i = u32(i + u32(1))
-        j = u32(j + u32(1))
-    return paths[i] < paths[j]
+def _before(parent_of, depth_of, rank_of, following, a, b):
+    """Is the rank tuple of node a's next child lexicographically before that of node b's?
+
+    Neither is a prefix of the other: what extends a child that has not joined has not joined.
+    """
+    x, y = u32(a), u32(b)
+    rank_x, rank_y = u32(following[x]), u32(following[y])
+    while depth_of[x] > depth_of[y]:
+        rank_x = u32(rank_of[x])
+        x = u32(parent_of[x])
+    while depth_of[y] > depth_of[x]:
+        rank_y = u32(rank_of[y])
+        y = u32(parent_of[y])
+    while x != y:
+        rank_x, rank_y = u32(rank_of[x]), u32(rank_of[y])
+        x, y = u32(parent_of[x]), u32(parent_of[y])
+    return rank_x < rank_y
+
+
+@function
+def _lowest(bits):
+    """Index of the lowest set bit."""
+    return popc(u32(u32(bits ^ u32(bits - u32(1))) >> u32(1)))
 
 
 @kernel(threads=THREADS, registers=64)
@@ -87,8 +103,9 @@ def _tree_build(
     scores = cuda.shared.array(MAX_NODES, f32)
     parent_of = cuda.shared.array(MAX_NODES, u16)
     depth_of = cuda.shared.array(MAX_NODES, u16)
-    # Ranks + 1 of each node's next child, 0 past its end; the node's own come before the last.
-    paths = cuda.shared.array(MAX_NODES * MAX_LENGTH, u16)
+    rank_of = cuda.shared.array(MAX_NODES, u16)  # among its parent's children, from 1
+    following = cuda.shared.array(MAX_NODES, u16)  # rank of each node's next child
+    offered = cuda.shared.array(OFFERS, f32)  # log_prob, as far as it fits
     size = cuda.shared.array(1, u32)
     request = u32(cuda.blockIdx.x)
     thread = u32(cuda.threadIdx.x)
@@ -106,6 +123,8 @@ def _tree_build(
             bad = i32(1)
         if u32(i % k) != u32(0) and value > log_prob[u32(i - u32(1))]:
             bad = i32(1)
+        if i < u32(OFFERS):
+            offered[i] = value
         i = u32(i + u32(THREADS))
     bad = i32(cuda.syncthreads_or(bad))
     code = i32(BAD_LOG_PROBS) if bad != i32(0) else i32(0)
@@ -117,74 +136,83 @@ def _tree_build(
 
     if thread < u32(32):
         n = u32(1)
-        best, best_slot = u32(0), lane
-        first = _key(log_prob[u32(0)])
-        if lane < u32(MAX_LENGTH):
-            paths[lane] = u16(1) if lane == u32(0) else u16(0)
+        best, best_slot = u32(0), lane  # of the next children of this lane's nodes
         if lane == u32(0):
-            keys[0] = best = first
+            best = _key(log_prob[u32(0)])
+            keys[0] = best
             scores[0] = f32(0)
+            parent_of[0] = u16(0)
             depth_of[0] = u16(0)
+            rank_of[0] = u16(0)
+            following[0] = u16(1)
         cuda.syncwarp()
+        lowest_score = f32(-math.inf)
+        if most > u32(0):
+            lowest_score = floors[u32(1)]
         while n <= most:
+            next_floor = floors[min(u32(n + u32(1)), most)]  # for the next turn, so fetched now
             top = warp_max_u32(best)
             if top == u32(0):
                 break
-            racing = best == top
-            tied = u32(cuda.ballot_sync(FULL, racing))
-            position = u32(0)
-            while u32(tied & u32(tied - u32(1))) != u32(0):
-                rank = u32(NO_RANK)
-                if racing:
-                    rank = u32(paths[u32(u32(best_slot * u32(MAX_LENGTH)) + position)])
-                least = warp_min_u32(rank)  # by all lanes
-                racing = racing and rank == least
-                tied = u32(cuda.ballot_sync(FULL, racing))
-                position = u32(position + u32(1))
-            winner = popc(u32(u32(tied ^ u32(tied - u32(1))) >> u32(1)))  # lowest bit
-            slot = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(winner)))
+            tied = u32(cuda.ballot_sync(FULL, best == top))
+            slot = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(_lowest(tied))))
+            tied = u32(tied & u32(tied - u32(1)))
+            while tied != u32(0):
+                other = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(_lowest(tied))))
+                if _before(parent_of, depth_of, rank_of, following, other, slot):
+                    slot = other
+                tied = u32(tied & u32(tied - u32(1)))
             score = _score(top)
-            if not score >= floors[n]:
+            if not score >= lowest_score:
                 break
+            lowest_score = next_floor
             depth = u32(depth_of[slot] + u16(1))
-            here = u32(u32(slot * u32(MAX_LENGTH)) + u32(depth - u32(1)))
-            rank = u32(paths[here])  # of the next sibling
+            rank = u32(following[slot])
             row = u32(u32(depth - u32(1)) * k)
+            beside, below = u32(row + rank), u32(row + k)
             sibling, child = u32(0), u32(0)
             if rank < k:
-                sibling = _key(f32(scores[slot] + log_prob[u32(row + rank)]))
+                if beside < u32(OFFERS):
+                    sibling = _key(f32(scores[slot] + offered[beside]))
+                else:
+                    sibling = _key(f32(scores[slot] + log_prob[beside]))
             if depth < length:
-                child = _key(f32(score + log_prob[u32(row + k)]))
-            step = u16(0)
-            if lane < u32(MAX_LENGTH):
-                step = paths[u32(u32(slot * u32(MAX_LENGTH)) + lane)]
-            cuda.syncwarp()
-            if lane < u32(MAX_LENGTH):
-                to = u32(u32(n * u32(MAX_LENGTH)) + lane)
-                paths[to] = u16(1) if lane == depth else step
+                if below < u32(OFFERS):
+                    child = _key(f32(score + offered[below]))
+                else:
+                    child = _key(f32(score + log_prob[below]))
+            cuda.syncwarp()  # all have read what lane 0 changes
             if lane == u32(0):
-                paths[here] = u16(rank + u32(1))
+                following[slot] = u16(rank + u32(1))
                 keys[slot] = sibling
                 keys[n] = child
                 scores[n] = score
-                depth_of[n] = u16(depth)
                 parent_of[n] = u16(slot)
+                depth_of[n] = u16(depth)
+                rank_of[n] = u16(rank)
+                following[n] = u16(1)
             cuda.syncwarp()
-            if lane == u32(slot & u32(31)):
-                best, best_slot = u32(0), lane
-                i = lane
-                while i <= n:
-                    key = u32(keys[i])
-                    if key > best or (
-                        key == best and key != u32(0) and _before(paths, i, best_slot)
-                    ):
-                        best, best_slot = key, i
-                    i = u32(i + u32(32))
+            group = u32(slot & u32(31))
+            mine = u32(group + u32(lane * u32(32)))
+            key = u32(keys[mine]) if mine <= n else u32(0)
+            highest = warp_max_u32(key)
+            equal = u32(cuda.ballot_sync(FULL, key == highest))
+            first = u32(group + u32(_lowest(equal) * u32(32)))
+            if highest != u32(0):
+                equal = u32(equal & u32(equal - u32(1)))
+                while equal != u32(0):
+                    other = u32(group + u32(_lowest(equal) * u32(32)))
+                    if _before(parent_of, depth_of, rank_of, following, other, first):
+                        first = other
+                    equal = u32(equal & u32(equal - u32(1)))
+            if lane == group:
+                best, best_slot = highest, first
             elif lane == u32(n & u32(31)):
-                if child > best or (
-                    child == best and child != u32(0) and _before(paths, n, best_slot)
-                ):
+                if child > best:
                     best, best_slot = child, n
+                elif child == best and child != u32(0):
+                    if _before(parent_of, depth_of, rank_of, following, n, best_slot):
+                        best_slot = n
             n = u32(n + u32(1))
         if lane == u32(0):
             size[0] = u32(0) if budget == i32(-1) and code == i32(0) else n
@@ -205,8 +233,7 @@ def _tree_build(
                 depth = u32(depth_of[i])
                 parent = i32(parent_of[i])
                 last = u32(depth - u32(1))
-                rank = u32(u32(paths[u32(u32(i * u32(MAX_LENGTH)) + last)]) - u32(1))
-                mine = token[u32(u32(last * k) + rank)]
+                mine = token[u32(u32(last * k) + u32(u32(rank_of[i]) - u32(1)))]
         tree_tokens[out] = mine
         parents[out] = parent
         depths[out] = i32(depth)
