@@ -12,10 +12,12 @@ along a row and are at most 0.
 
 Decomposition. `_scan`, a block a chunk of a row: largest logit and sum of the chunk, largest logit
 of every group of 32 neighbouring tokens. `_select`, a block a row: the K groups with the largest
-maxima hold the K best tokens, whatever the data, so bisection on the maxima finds a threshold that
-K to LIST groups pass, and only their tokens above the threshold are read and ranked by counting.
-Where ties or plateaus let more than CANDIDATES pass, bisection goes on among the tokens; keys are
-(logit, id), all different, so it ends. A row's bits depend on its own logits alone.
+maxima hold the K best tokens, whatever the data, so a search on the maxima, which lie in registers,
+finds a threshold that K to LIST groups pass, and only their tokens above the threshold are read. A
+search among those leaves little more than K, which are ranked by counting. Where ties or plateaus
+let more than CANDIDATES pass, the search goes on among the tokens in memory. Keys are (logit, id),
+all different, so each search ends; a step counts at three thresholds and leaves a quarter of the
+range. A row's bits depend on its own logits alone.
 
 status[row]: 0; 1 = a NaN or +inf among the logits; 2 = every logit is -inf. Such a row gets
 log-probabilities -inf and tokens -1.
@@ -44,6 +46,9 @@ from engine.ptx import (
     f32_to_bits,
     fma,
     mul_high_u64,
+    pdl_launch_dependents,
+    pdl_wait,
+    popc,
     warp_max_u32,
     warp_sum_u32,
 )
@@ -59,7 +64,10 @@ SCAN_GROUPS = CHUNK // GROUP // SCAN_WARPS  # of a warp
 SELECT_THREADS = 1024
 SELECT_WARPS = SELECT_THREADS // 32
 LIST = 1536  # group numbers
+HELD = 8  # groups of a thread in registers: a vocabulary of 262144; of more, the rest is read again
+BATCH = 8  # groups of a warp whose tokens are fetched together
 CANDIDATES = 2048
+KEPT = 1184  # most that are ranked: K, an eighth more, and zeros up to whole turns
 
 BAD_LOGIT, NO_TOKEN = 1, 2
 KEY_OF_MINUS_INFINITY, KEY_OF_INFINITY = 0x007FFFFF, 0xFF800000
@@ -138,20 +146,48 @@ def _warp_sum_u64(value):
 
 
 @function
-def _block_count(count, totals, turn):
-    """Sum of `count` over the block; totals[turn % 3] is 0 before, the next is cleared."""
-    count = warp_sum_u32(count)
-    if u32(u32(cuda.threadIdx.x) & u32(31)) == u32(0):
-        cuda.atomic.add(totals, turn % u32(3), count)
-    if u32(cuda.threadIdx.x) == u32(0):
-        totals[u32(turn + u32(1)) % u32(3)] = u32(0)
+def _block_counts(counts, totals, turn):
+    """Three sums over the block; row turn % 3 of totals [3, 3] is 0 before, the next is cleared."""
+    here = u32(u32(turn % u32(3)) * u32(3))
+    following = u32(u32(u32(turn + u32(1)) % u32(3)) * u32(3))
+    for i in static_range(3):
+        count = warp_sum_u32(counts[i])
+        if u32(u32(cuda.threadIdx.x) & u32(31)) == u32(0):
+            cuda.atomic.add(totals, u32(here + u32(i)), count)
+    if u32(cuda.threadIdx.x) < u32(3):
+        totals[u32(following + u32(cuda.threadIdx.x))] = u32(0)
     cuda.syncthreads()
-    return u32(totals[turn % u32(3)])
+    return (
+        u32(totals[here]),
+        u32(totals[u32(here + u32(1))]),
+        u32(totals[u32(here + u32(2))]),
+    )
 
 
 @function
 def _halfway(low, high):
     return u64(low + u64(u64(high - low) >> u64(1)))
+
+
+@function
+def _thresholds(low, high):
+    """Three between low and high that leave quarters."""
+    middle = _halfway(low, high)
+    return _halfway(low, middle), middle, _halfway(middle, high)
+
+
+@function
+def _narrowed(low, high, count, at, found, k):
+    """The quarter whose lower end at least k reach and whose upper end fewer do, and how many."""
+    if found[2] >= k:
+        low, count = at[2], found[2]
+    elif found[1] >= k:
+        low, high, count = at[1], at[2], found[1]
+    elif found[0] >= k:
+        low, high, count = at[0], at[1], found[0]
+    else:
+        high = at[0]
+    return low, high, count
 
 
 @function
@@ -164,7 +200,7 @@ def _ordered(key, index):
 def _scan(*, bf16: bool):
     load = activation.load(bf16)
 
-    @kernel(threads=SCAN_THREADS, registers=64)
+    @kernel(threads=SCAN_THREADS, registers=64, dependent_launch=True)
     def draft_top_k_scan(
         logits: ptr[activation.element(bf16)],  # [rows, vocabulary]
         vocabulary: u32,
@@ -172,6 +208,8 @@ def _scan(*, bf16: bool):
         words: u32,
         workspace: ptr[u32],  # [rows, words], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         warp_top = cuda.shared.array(SCAN_WARPS, u32)
         warp_sum = cuda.shared.array(SCAN_WARPS, u64)
         chunk, row = u32(cuda.blockIdx.x), u32(cuda.blockIdx.y)
@@ -228,7 +266,7 @@ def _scan(*, bf16: bool):
 def _select(*, bf16: bool):
     load = activation.load(bf16)
 
-    @kernel(threads=SELECT_THREADS, registers=64)
+    @kernel(threads=SELECT_THREADS, registers=64, dependent_launch=True)
     def draft_top_k_select(
         logits: ptr[activation.element(bf16)],  # [rows, vocabulary]
         workspace: ptr[u32],  # [rows, words]
@@ -240,12 +278,17 @@ def _select(*, bf16: bool):
         tokens: ptr[i32],  # [rows, k], out
         status: ptr[i32],  # [rows], out
     ):
-        totals = cuda.shared.array(3, u32)
-        sizes = cuda.shared.array(2, u32)
+        pdl_launch_dependents()
+        pdl_wait()
+        totals = cuda.shared.array(9, u32)
+        sizes = cuda.shared.array(3, u32)  # groups, candidates, kept
         shared_top = cuda.shared.array(2, u32)
         shared_log = cuda.shared.array(1, f32)
         chosen = cuda.shared.array(LIST, u32)
         candidates = cuda.shared.array(CANDIDATES, u64)
+        kept = cuda.shared.array(KEPT, u64)
+        held = cuda.local.array(HELD, u64)
+        values = cuda.local.array(BATCH, f32)
         row = u32(cuda.blockIdx.x)
         thread = u32(cuda.threadIdx.x)
         warp, lane = u32(thread >> u32(5)), u32(thread & u32(31))
@@ -254,6 +297,11 @@ def _select(*, bf16: bool):
         maxima = advance(header, u32(chunks * u32(HEADER)))
         groups = u32(u32(vocabulary + u32(GROUP - 1)) // u32(GROUP))
         first_out = u32(row * k)
+        for j in static_range(HELD):
+            i = u32(thread + u32(SELECT_THREADS * j))
+            held[j] = u64(0)
+            if i < groups:
+                held[j] = _ordered(u32(maxima[i]), i)
 
         if warp == u32(0):
             top = u32(0)
@@ -283,9 +331,9 @@ def _select(*, bf16: bool):
                     bad = u32(bad | u32(2))
                 shared_top[0] = top
                 shared_top[1] = bad
-                totals[0] = u32(0)
-                sizes[0] = u32(0)
-                sizes[1] = u32(0)
+                for i in static_range(3):
+                    totals[i] = u32(0)
+                    sizes[i] = u32(0)
                 if bad == u32(0):
                     shared_log[0] = _logarithm(total)
         cuda.syncthreads()
@@ -307,21 +355,27 @@ def _select(*, bf16: bool):
         count = groups
         low, high = u64(0), u64(u64(u64(top) + u64(1)) << u64(32))
         while count > enough:
-            middle = _halfway(low, high)
-            found = u32(0)
-            i = thread
+            at = _thresholds(low, high)
+            one, two, three = u32(0), u32(0), u32(0)
+            for j in static_range(HELD):
+                one = u32(one + (u32(1) if held[j] >= at[0] else u32(0)))
+                two = u32(two + (u32(1) if held[j] >= at[1] else u32(0)))
+                three = u32(three + (u32(1) if held[j] >= at[2] else u32(0)))
+            i = u32(thread + u32(SELECT_THREADS * HELD))
             while i < groups:
-                if _ordered(u32(maxima[i]), i) >= middle:
-                    found = u32(found + u32(1))
+                entry = _ordered(u32(maxima[i]), i)
+                one = u32(one + (u32(1) if entry >= at[0] else u32(0)))
+                two = u32(two + (u32(1) if entry >= at[1] else u32(0)))
+                three = u32(three + (u32(1) if entry >= at[2] else u32(0)))
                 i = u32(i + u32(SELECT_THREADS))
-            found = _block_count(found, totals, turn)
+            found = _block_counts((one, two, three), totals, turn)
             turn = u32(turn + u32(1))
-            if found >= k:
-                low = middle
-                count = found
-            else:
-                high = middle
-        i = thread
+            low, high, count = _narrowed(low, high, count, at, found, k)
+        for j in static_range(HELD):
+            i = u32(thread + u32(SELECT_THREADS * j))
+            if i < groups and held[j] >= low:
+                chosen[cuda.atomic.add(sizes, 0, u32(1))] = i
+        i = u32(thread + u32(SELECT_THREADS * HELD))
         while i < groups:
             if _ordered(u32(maxima[i]), i) >= low:
                 chosen[cuda.atomic.add(sizes, 0, u32(1))] = i
@@ -331,34 +385,47 @@ def _select(*, bf16: bool):
 
         # Their tokens: all that reach the groups' threshold are candidates, if there is room.
         low, high = u64(u64(low >> u64(32)) << u64(32)), u64(u64(u64(top) + u64(1)) << u64(32))
-        searching = True
-        first = True
-        while searching:
-            middle = low if first else _halfway(low, high)
-            found = u32(0)
-            g = warp
-            while g < listed:
-                token = u32(u32(chosen[g] * u32(GROUP)) + lane)
-                if token < vocabulary:
-                    entry = _ordered(_key(load(source, token)), token)
-                    if entry >= middle:
-                        found = u32(found + u32(1))
-                        if first:
-                            at = cuda.atomic.add(sizes, 1, u32(1))
-                            if at < u32(CANDIDATES):
-                                candidates[at] = entry
-                g = u32(g + u32(SELECT_WARPS))
-            found = _block_count(found, totals, turn)
-            turn = u32(turn + u32(1))
-            if found >= k:
-                low = middle
-                searching = found > u32(CANDIDATES)
-            else:
-                high = middle
-            if first:
-                first = False
-                again = searching
-        if again:
+        below = u32(u32(u32(1) << lane) - u32(1))  # the lanes
+        g = warp
+        while g < listed:
+            for j in static_range(BATCH):
+                values[j] = f32(-math.inf)
+                other = u32(g + u32(SELECT_WARPS * j))
+                if other < listed:
+                    token = u32(u32(chosen[other] * u32(GROUP)) + lane)
+                    if token < vocabulary:
+                        values[j] = load(source, token)
+            for j in static_range(BATCH):
+                other = u32(g + u32(SELECT_WARPS * j))
+                if other < listed:
+                    token = u32(u32(chosen[other] * u32(GROUP)) + lane)
+                    entry = _ordered(_key(values[j]), token)
+                    passes = u32(cuda.ballot_sync(FULL, token < vocabulary and entry >= low))
+                    to = u32(0)
+                    if lane == u32(0):
+                        to = u32(cuda.atomic.add(sizes, 1, popc(passes)))
+                    to = u32(u32(cuda.shfl_sync(FULL, i32(to), 0)) + popc(u32(passes & below)))
+                    if u32(u32(passes >> lane) & u32(1)) == u32(1) and to < u32(CANDIDATES):
+                        candidates[to] = entry
+            g = u32(g + u32(SELECT_WARPS * BATCH))
+        cuda.syncthreads()
+        size = u32(sizes[1])
+        if size > u32(CANDIDATES):
+            while size > u32(CANDIDATES):
+                at = _thresholds(low, high)
+                one, two, three = u32(0), u32(0), u32(0)
+                g = warp
+                while g < listed:
+                    token = u32(u32(chosen[g] * u32(GROUP)) + lane)
+                    if token < vocabulary:
+                        entry = _ordered(_key(load(source, token)), token)
+                        one = u32(one + (u32(1) if entry >= at[0] else u32(0)))
+                        two = u32(two + (u32(1) if entry >= at[1] else u32(0)))
+                        three = u32(three + (u32(1) if entry >= at[2] else u32(0)))
+                    g = u32(g + u32(SELECT_WARPS))
+                found = _block_counts((one, two, three), totals, turn)
+                turn = u32(turn + u32(1))
+                low, high, size = _narrowed(low, high, size, at, found, k)
             if thread == u32(0):
                 sizes[1] = u32(0)
             cuda.syncthreads()
@@ -371,26 +438,52 @@ def _select(*, bf16: bool):
                         candidates[cuda.atomic.add(sizes, 1, u32(1))] = entry
                 g = u32(g + u32(SELECT_WARPS))
             cuda.syncthreads()
-        size = u32(sizes[1])
 
-        # Four lanes count how many candidates are ahead of one.
+        # Little more than k of the candidates.
+        mine, other_mine = u64(0), u64(0)
+        if thread < size:
+            mine = u64(candidates[thread])
+        if u32(thread + u32(SELECT_THREADS)) < size:
+            other_mine = u64(candidates[u32(thread + u32(SELECT_THREADS))])
+        enough = u32(u32(k + u32(k >> u32(3))) + u32(8))
+        while size > enough:
+            at = _thresholds(low, high)
+            one = u32(u32(1) if mine >= at[0] else u32(0))
+            two = u32(u32(1) if mine >= at[1] else u32(0))
+            three = u32(u32(1) if mine >= at[2] else u32(0))
+            one = u32(one + (u32(1) if other_mine >= at[0] else u32(0)))
+            two = u32(two + (u32(1) if other_mine >= at[1] else u32(0)))
+            three = u32(three + (u32(1) if other_mine >= at[2] else u32(0)))
+            found = _block_counts((one, two, three), totals, turn)
+            turn = u32(turn + u32(1))
+            low, high, size = _narrowed(low, high, size, at, found, k)
+        if mine >= low and mine != u64(0):
+            kept[cuda.atomic.add(sizes, 2, u32(1))] = mine
+        if other_mine >= low and other_mine != u64(0):
+            kept[cuda.atomic.add(sizes, 2, u32(1))] = other_mine
+        if thread < u32(16):
+            kept[u32(size + thread)] = u64(0)
+        cuda.syncthreads()
+
+        # Four lanes count how many are ahead of one.
         log_total = shared_log[0]
         highest = _value(top)
         base = u32(warp * u32(8))
         while base < size:
-            mine = u32(base + u32(lane >> u32(2)))
+            place = u32(base + u32(lane >> u32(2)))
             ahead = u32(0)
             entry = u64(0)
-            if mine < size:
-                entry = u64(candidates[mine])
+            if place < size:
+                entry = u64(kept[place])
                 j = u32(lane & u32(3))
                 while j < size:
-                    if u64(candidates[j]) > entry:
-                        ahead = u32(ahead + u32(1))
-                    j = u32(j + u32(4))
+                    for i in static_range(4):
+                        further = u64(kept[u32(j + u32(4 * i))])
+                        ahead = u32(ahead + (u32(1) if further > entry else u32(0)))
+                    j = u32(j + u32(16))
             ahead = u32(ahead + u32(cuda.shfl_xor_sync(FULL, i32(ahead), 1)))
             ahead = u32(ahead + u32(cuda.shfl_xor_sync(FULL, i32(ahead), 2)))
-            if mine < size and u32(lane & u32(3)) == u32(0) and ahead < k:
+            if place < size and u32(lane & u32(3)) == u32(0) and ahead < k:
                 d = f32(_value(u32(entry >> u64(32))) - highest)
                 log_probs[u32(first_out + ahead)] = f32(d - log_total)
                 tokens[u32(first_out + ahead)] = i32(u32(entry & u64(FULL)) ^ u32(FULL))
