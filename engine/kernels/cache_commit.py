@@ -24,6 +24,8 @@ from engine.ptx import (
     load_global_u16,
     load_global_u32,
     load_global_v4,
+    pdl_launch_dependents,
+    pdl_wait,
     store_global_u16,
     store_global_u32,
     store_global_v4,
@@ -42,7 +44,7 @@ NO_SLOT = 0xFFFFFFFF
 def _cache_commit(*, piece: int):
     """piece: bytes that a thread moves at a time."""
 
-    @kernel(threads=THREADS, registers=48)
+    @kernel(threads=THREADS, registers=48, dependent_launch=True)
     def cache_commit(
         cache: ptr[u16],  # [layers, slots, pieces, piece / 2], in and out
         page_table: ptr[i32],  # [requests, max_pages]
@@ -58,6 +60,8 @@ def _cache_commit(*, piece: int):
         new_prefix_len: ptr[i32],  # [requests], out
         status: ptr[i32],  # [requests], out
     ):
+        pdl_launch_dependents()
+        pdl_wait()
         source = cuda.shared.array(MAX_ROOM, u32)  # slots
         target = cuda.shared.array(MAX_ROOM, u32)
         fault = cuda.shared.array(1, i32)

@@ -8,14 +8,18 @@ what they like. A block a request.
 """
 
 from engine.device import check, cuda, i32, kernel, ptr, static_range, u32
-from engine.ptx import warp_min_u32
+from engine.ptx import (
+    pdl_launch_dependents,
+    pdl_wait,
+    warp_min_u32,
+)
 from engine.warp import FULL
 
 THREADS = 128
 WARPS = THREADS // 32
 
 
-@kernel(threads=THREADS, registers=32)
+@kernel(threads=THREADS, registers=32, dependent_launch=True)
 def _close_round(
     status: ptr[i32],  # [sites, requests, nodes]
     counts: ptr[i32],  # [requests]
@@ -28,6 +32,8 @@ def _close_round(
     prefix_len: ptr[i32],  # [requests], out
     fault: ptr[i32],  # [requests], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     first = cuda.shared.array(WARPS, u32)
     request, thread = u32(cuda.blockIdx.x), u32(cuda.threadIdx.x)
     count = u32(counts[request])

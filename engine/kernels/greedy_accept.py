@@ -18,6 +18,7 @@ Such a request accepts nothing: count 0, next token -1; so does one of count 0, 
 """
 
 from engine.device import check, cuda, i32, kernel, ptr, u32
+from engine.ptx import pdl_launch_dependents, pdl_wait
 
 THREADS = 256
 MAX_NODES = 1025
@@ -26,7 +27,7 @@ NODE = 16  # a status is code + NODE * node
 NONE = 0x7FFFFFFF
 
 
-@kernel(threads=THREADS, registers=40)
+@kernel(threads=THREADS, registers=40, dependent_launch=True)
 def _greedy_accept(
     target_tokens: ptr[i32],  # [requests, nodes]
     target_status: ptr[i32],  # [requests, nodes]
@@ -40,6 +41,8 @@ def _greedy_accept(
     next_tokens: ptr[i32],  # [requests], out
     status: ptr[i32],  # [requests], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     target = cuda.shared.array(MAX_NODES, i32)  # -1 where there is no choice
     follower = cuda.shared.array(MAX_NODES, i32)  # first child that the target chose
     fault = cuda.shared.array(1, i32)

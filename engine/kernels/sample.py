@@ -16,7 +16,12 @@ import math
 
 from engine.device import cdiv, check, cuda, f32, function, i32, kernel, ptr, static_range, u32, u64
 from engine.kernels.draft_top_k import UNIT, _exponential, _warp_sum_u64
-from engine.ptx import advance, mul_high_u64
+from engine.ptx import (
+    advance,
+    mul_high_u64,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 from engine.warp import FULL, warp_max
 
 THREADS = 512
@@ -47,7 +52,7 @@ def _shifted_up(value, by):
     return u64(u64(u64(high) << u64(32)) | u64(low))
 
 
-@kernel(threads=THREADS, registers=64)
+@kernel(threads=THREADS, registers=64, dependent_launch=True)
 def _sample(
     logits: ptr[f32],  # [rows, vocabulary]
     request: ptr[i32],  # [rows]
@@ -59,6 +64,8 @@ def _sample(
     token: ptr[i32],  # [rows], out
     status: ptr[i32],  # [rows], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     warp_top = cuda.shared.array(WARPS, f32)
     warp_total = cuda.shared.array(WARPS, u64)
     row, thread = u32(cuda.blockIdx.x), u32(cuda.threadIdx.x)

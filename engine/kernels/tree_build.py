@@ -26,6 +26,8 @@ from engine.ptx import (
     advance,
     bits_to_f32,
     f32_to_bits,
+    pdl_launch_dependents,
+    pdl_wait,
     popc,
     warp_max_u32,
 )
@@ -81,7 +83,7 @@ def _lowest(bits):
     return popc(u32(u32(bits ^ u32(bits - u32(1))) >> u32(1)))
 
 
-@kernel(threads=THREADS, registers=64)
+@kernel(threads=THREADS, registers=64, dependent_launch=True)
 def _tree_build(
     log_probs: ptr[f32],  # [requests, length, k]
     tokens: ptr[i32],  # [requests, length, k]
@@ -99,6 +101,8 @@ def _tree_build(
     counts: ptr[i32],  # [requests], out
     status: ptr[i32],  # [requests], out
 ):
+    pdl_launch_dependents()
+    pdl_wait()
     keys = cuda.shared.array(MAX_NODES, u32)  # of each node's next child; 0: it has none
     scores = cuda.shared.array(MAX_NODES, f32)
     parent_of = cuda.shared.array(MAX_NODES, u16)
