@@ -8,7 +8,7 @@ Where experts are split over ranks, parts come from all of them: `moe_combine_ra
 the rank that owns its expert, in the same order, so the bits are those of one rank.
 """
 
-from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, u32, u64
+from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, static_range, u32, u64
 from engine.ptx import (
     address,
     bits_to_f32,
@@ -22,9 +22,11 @@ from engine.ptx import (
 
 THREADS = 128
 WIDTH = 4  # elements of a thread, 16 bytes
+FLIGHT = 8  # choices whose parts are fetched together
+WORDS = FLIGHT * WIDTH
 
 
-@kernel(threads=THREADS, registers=40, dependent_launch=True)
+@kernel(threads=THREADS, registers=80, dependent_launch=True)
 def _moe_combine(
     parts: ptr[f32],  # [ranks, slots, hidden]
     experts: ptr[i32],  # [rows, top_k]
@@ -47,17 +49,30 @@ def _moe_combine(
         d = f32(0)
         slot = u32(row * top_k)
         end = u32(slot + top_k)
+        values = cuda.local.array(WORDS, u32)
+        weights = cuda.local.array(FLIGHT, f32)
+        known = cuda.local.array(FLIGHT, u32)
         while slot < end:
-            expert = u32(experts[slot])
-            if expert < count:
-                weight = expert_weights[slot]
-                source = u64(u64(u32(expert // share)) * u64(slots) + u64(slot))
-                part = load_global_v4(address(parts, u64(source * u64(hidden) + u64(column))))
-                a = fma(weight, bits_to_f32(part[0]), a)
-                b = fma(weight, bits_to_f32(part[1]), b)
-                c = fma(weight, bits_to_f32(part[2]), c)
-                d = fma(weight, bits_to_f32(part[3]), d)
-            slot = u32(slot + u32(1))
+            for j in static_range(FLIGHT):  # loads alone, so that all are in flight at once
+                known[j] = u32(0)
+                if u32(slot + u32(j)) < end:
+                    expert = u32(experts[u32(slot + u32(j))])
+                    if expert < count:
+                        known[j] = u32(1)
+                        weights[j] = expert_weights[u32(slot + u32(j))]
+                        source = u64(u64(u32(expert // share)) * u64(slots) + u64(slot) + u64(j))
+                        part = load_global_v4(
+                            address(parts, u64(source * u64(hidden) + u64(column)))
+                        )
+                        for i in static_range(4):
+                            values[4 * j + i] = part[i]
+            for j in static_range(FLIGHT):
+                if known[j] == u32(1):
+                    a = fma(weights[j], bits_to_f32(values[4 * j]), a)
+                    b = fma(weights[j], bits_to_f32(values[4 * j + 1]), b)
+                    c = fma(weights[j], bits_to_f32(values[4 * j + 2]), c)
+                    d = fma(weights[j], bits_to_f32(values[4 * j + 3]), d)
+            slot = u32(slot + u32(FLIGHT))
         store_global_v4(
             address(y, u64(u64(row) * u64(hidden) + u64(column))),
             f32_to_bits(a),

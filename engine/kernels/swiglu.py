@@ -6,20 +6,19 @@ gate_up comes in parts (ranges of K), added in ascending order in fp32; y is rou
 import math
 
 from engine import activation
-from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, u32
+from engine.device import cdiv, check, cuda, f32, family, kernel, ptr, static_range, u32
 from engine.ptx import pdl_launch_dependents, pdl_wait
 
 THREADS = 128
 
 
-@family({"bf16": True}, {"bf16": False})
-def _swiglu(*, bf16: bool):
+@family(*({"bf16": True, "parts": parts} for parts in (1, 2, 4)), {"bf16": False, "parts": 1})
+def _swiglu(*, bf16: bool, parts: int):
     store = activation.store(bf16)
 
     @kernel(threads=THREADS, registers=32, dependent_launch=True)
     def swiglu(
         gate_up: ptr[f32],  # [parts, rows, 2 inner]: gate, then up
-        parts: u32,
         part_size: u32,  # rows * 2 inner
         inner: u32,
         y: ptr[activation.element(bf16)],  # [rows, inner], out
@@ -32,12 +31,10 @@ def _swiglu(*, bf16: bool):
             at = u32(u32(u32(row * u32(2)) * inner) + i)
             gate = gate_up[at]
             up = gate_up[u32(at + inner)]
-            part = u32(1)
-            while part < parts:
+            for _ in static_range(1, parts):
                 at = u32(at + part_size)
                 gate = f32(gate + gate_up[at])
                 up = f32(up + gate_up[u32(at + inner)])
-                part = u32(part + u32(1))
             small = f32(math.exp(f32(-abs(gate))))  # in (0, 1]: no overflow on either side
             top = gate if gate >= f32(0) else f32(gate * small)
             activated = f32(top / f32(f32(1) + small))
@@ -62,6 +59,6 @@ def swiglu(gate_up, *, y, stream=None) -> None:
         )
     if gate_up.size >= 2**32:
         raise NotImplementedError(f"swiglu: gate_up {gate_up.shape} has 2^32 elements or more")
-    _swiglu(bf16=activation.is_bf16(y)).launch(
-        (cdiv(inner, THREADS), rows), gate_up, parts, rows * 2 * inner, inner, y, stream=stream
+    _swiglu(bf16=activation.is_bf16(y), parts=parts).launch(
+        (cdiv(inner, THREADS), rows), gate_up, rows * 2 * inner, inner, y, stream=stream
     )
