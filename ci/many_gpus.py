@@ -15,6 +15,7 @@ verdict is a pass but that of the killed case, no bits differ, and nothing was l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -37,7 +38,8 @@ from harness import devices, golden, merge, report, spec, stages  # noqa: E402
 
 TARGETS = {"9.0": "sm_90a", "10.0": "sm_100", "12.0": "sm_120"}
 PREPARE_SHARE = 0.4  # of the budget, at most
-LAST_S = 15.0  # to write everything
+LAST_S = 20.0  # to write everything
+HOLD_S = 60.0  # for the replacement of a killed worker
 POLL_S = 0.005
 CASES_A_WORKER = 60  # of the run in which one is killed: it takes seconds to replace it
 GOLDEN_WORKERS = 20  # goldens at real shapes take gigabytes each
@@ -157,10 +159,10 @@ class Runs:
     # -- before the first run
 
     def prepare(self) -> None:
-        """Compile for these GPUs, and make the goldens of all that will run."""
+        """Compile for these GPUs, and make the goldens of the runs that are compared."""
         since, limit = time.monotonic(), PREPARE_SHARE * self.asked.budget
         compiling = None
-        if self.choice.device == "cuda":
+        if self.choice.device == "cuda" and not self.asked.compiled:
             target = TARGETS.get(self.choice.gpus[0].compute, "sm_90a")
             command = [
                 sys.executable,
@@ -171,14 +173,18 @@ class Runs:
                 "--only-cache",
             ]
             with (self.out / "compile.log").open("w") as log:
-                compiling = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        made = _make_goldens(self.pairs, limit)
-        self.say(f"goldens: {made} of {len(self.pairs)} in {time.monotonic() - since:.1f} s")
+                compiling = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+        wanted = {*self.asked.subset, *self.asked.kill}
+        pairs = [p for p in self.pairs if not wanted or p[0].stem in wanted]
+        made = _make_goldens(pairs, limit)
+        self.say(f"goldens: {made} of {len(pairs)} in {time.monotonic() - since:.1f} s")
         if compiling:
             try:
                 compiling.wait(max(1.0, limit - (time.monotonic() - since)))
             except subprocess.TimeoutExpired:
-                compiling.kill()
+                os.killpg(compiling.pid, signal.SIGKILL)  # its workers too
                 self.problems.append("compiling was not done in time")
         self.steps["prepare"] = round(time.monotonic() - since, 1)
         self.say(f"prepared in {self.steps['prepare']} s")
@@ -188,7 +194,8 @@ class Runs:
     def together(self, legs: Sequence[Leg], names: Sequence[str], *, receipt: bool = False) -> None:
         """Run the legs at once, until they are done or the budget is."""
         since = time.monotonic()
-        running = [(leg, self.start(leg, names, receipt)) for leg in legs]
+        workers = self.asked.workers if receipt else "auto"
+        running = [(leg, self.start(leg, names, receipt, workers)) for leg in legs]
         ends: dict[str, float] = {}
         while len(ends) < len(running):
             for leg, process in running:
@@ -203,11 +210,14 @@ class Runs:
         for leg, process in running:
             self.finish(leg, process, since, ends[leg.name])
 
-    def start(self, leg: Leg, names: Sequence[str], receipt: bool = False, **environ: str) -> Any:
+    def start(
+        self, leg: Leg, names: Sequence[str], receipt: bool = False, workers: str = "auto",
+        **environ: str,
+    ) -> Any:  # fmt: skip
         folder = self.out / leg.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "harness.cli", "gate", "-n", "auto", "--keep-going"]
+        command = [sys.executable, "-m", "harness.cli", "gate", "-n", workers, "--keep-going"]
         command += ["--report", str(folder)]
         for name in names:
             command += ["--spec", name]
@@ -236,7 +246,8 @@ class Runs:
     # -- a worker is killed
 
     def killed(self) -> None:
-        """Kill a worker in the middle of a case, and see what becomes of the case and the GPU."""
+        """Kill a worker in the middle of a case, and see what becomes of the case and the GPU. The
+        other workers are held until its replacement has begun, so that there is work left."""
         if self.left() < 2 * LAST_S:
             self.problems.append("no worker was killed: the budget is spent")
             return
@@ -246,39 +257,46 @@ class Runs:
         since = time.monotonic()
         names = self.asked.kill or _some(self.pairs, CASES_A_WORKER * len(self.gpus))
         process = self.start(leg, names, TMPDIR=str(words))
-        seen: dict[str, list[str]] = {}  # worker -> cases, as they begin
-        victim = ""
+        seen: dict[Path, list[str]] = {}  # a worker's last words -> cases, as they begin
+        pids: dict[Path, int] = {}
+        victim, case, held, until = None, "", [], 0.0
         while process.poll() is None:
             for file in sorted(words.glob("kdtr-run-*/gw*")):
-                head = _head(file)
-                cases = seen.setdefault(file.name, [])
-                if head and head["id"] not in cases:
+                if (head := _head(file)) is None:
+                    continue
+                pids[file] = head["pid"]
+                cases = seen.setdefault(file, [])
+                if head["id"] not in cases:
                     cases.append(head["id"])
-                    all_here = len(seen) == len(self.gpus)
-                    if not victim and all_here and len(cases) > 1:
-                        victim, before = head["id"], set(seen)
+                    if victim is None and len(cases) > 1:
+                        victim, case, until = file, head["id"], time.monotonic() + HOLD_S
                         os.kill(head["pid"], signal.SIGKILL)
+                        held = [pid for other, pid in pids.items() if other != file]
+                        _signal(held, signal.SIGSTOP)
+            there = [f for f in seen if victim and _replaces(f, victim, len(self.gpus))]
+            if held and (there or time.monotonic() > until or self.left() < LAST_S):
+                _signal(held, signal.SIGCONT)
+                held = []
             if self.left() < LAST_S:
                 _interrupt(process)
             time.sleep(POLL_S)
         self.finish(leg, process, since, time.monotonic())
         shutil.rmtree(words, ignore_errors=True)
-        if not victim:
+        if victim is None:
             self.problems.append("no worker was killed: too few cases ran")
             return
-        statuses = {case["id"]: case["status"] for case in leg.cases}
-        gpu = leg.ran_on.get(victim, [])
-        later = [case for name, cases in seen.items() if name not in before for case in cases]
-        crashed = [case for case, status in statuses.items() if status == report.Status.CRASHED]
-        other = [c for c, s in statuses.items() if not report.Status(s).ok and c not in crashed]
+        gpu = leg.ran_on.get(case, [])
+        later = [c for f, cs in seen.items() if _replaces(f, victim, len(self.gpus)) for c in cs]
+        statuses = {each["id"]: each["status"] for each in leg.cases}
+        crashed = [name for name, status in statuses.items() if status == report.Status.CRASHED]
         self.kill = {
-            "case": victim, "status": statuses.get(victim, "no verdict"), "gpu": gpu,
-            "cases_of_the_replacement": len(later),
+            "case": case, "status": statuses.get(case, "no verdict"), "gpu": gpu,
+            "crashed": crashed, "cases_of_the_replacement": len(later),
             "replacement_on_the_same_gpu": bool(later)
-            and all(leg.ran_on.get(case) == gpu for case in later),
+            and all(leg.ran_on.get(name) == gpu for name in later),
         }  # fmt: skip
-        if len(crashed) != 1 or other or not self.kill["replacement_on_the_same_gpu"]:
-            self.problems.append(f"after a worker was killed: {self.kill}, crashed {crashed}")
+        if len(crashed) != 1 or not self.kill["replacement_on_the_same_gpu"]:
+            self.problems.append(f"after a worker was killed: {self.kill}")
 
     # -- ranks
 
@@ -315,12 +333,12 @@ class Runs:
         """many-gpus.json and many-gpus.md; the exit code."""
         unlike, shared = differences(self.legs)
         self.problems += unlike
-        killed = self.kill.get("case")
+        killed = self.kill.get("crashed", [])
         for leg in self.legs:
             self.problems += [
                 f"{leg.name}: {case['id']} {case['status']}"
                 for case in leg.cases
-                if not case["ok"] and not (leg.name == "killed" and case["id"] == killed)
+                if not case["ok"] and not (leg.name == "killed" and case["id"] in killed)
             ]
         names = sorted({gpu.name for gpu in self.choice.gpus})
         found = {
@@ -342,6 +360,8 @@ class Runs:
         report.replace_file(
             self.out / "many-gpus.json", (json.dumps(found, indent=1) + "\n").encode()
         )
+        if self.choice.device == "cuda" and Path("ci", "receipts").is_dir():
+            shutil.copytree(Path("ci", "receipts"), self.out / "receipts", dirs_exist_ok=True)
         text = markdown(found, " and ".join(names))
         report.replace_file(self.out / "many-gpus.md", text.encode())
         print(text, flush=True)
@@ -438,12 +458,23 @@ def _head(file: Path) -> dict[str, Any] | None:
     return head if "pid" in head else None
 
 
+def _replaces(file: Path, victim: Path, workers: int) -> bool:
+    """Whether these are the words of a worker that came after the first ones of that session."""
+    return file.parent == victim.parent and int(file.name.removeprefix("gw")) >= workers
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def _interrupt(process: Any) -> None:
     """As Ctrl-C does: the gate writes the report of what it has."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(LAST_S / 2)
+            process.wait(0.75 * LAST_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -501,6 +532,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         metavar="NAME",
         help="a spec of the run in which a worker is killed",
+    )
+    parser.add_argument(
+        "--workers", default="auto", metavar="N",
+        help="of the whole gate that follows --subset: more than GPUs make goldens meanwhile",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compiled", action="store_true", help="the cubins are in the cache (KDTR_CACHE)"
     )
     parser.add_argument("--budget", type=float, default=7200.0, metavar="S", help="seconds in all")
     parser.add_argument("--out", type=Path, default=Path("report", "many-gpus"))
