@@ -86,9 +86,10 @@ class DFlash:
         if model.group is not None:
             raise NotImplementedError("dflash: a drafter on a model that is split over ranks")
         self.decoder, self.model = decoder, model
-        self.weights = self._tensors
-        if not isinstance(self.weights, Drafter):
-            self.weights = prepare_drafter(self._tensors, self.config, model.act)
+        given = self._tensors
+        if not isinstance(given, Drafter):
+            given = prepare_drafter(given, self.config, model.act)
+        self.weights: Drafter = given
         size, groups = drafter["head_dim"], drafter["num_key_value_heads"]
         self.entry = 2 * groups * size
         shape = (len(self.weights.layers), model.cache.latents.shape[1], self.entry)

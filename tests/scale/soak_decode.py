@@ -4,9 +4,9 @@
 
 Each run draws prompts (one to three), a budget from 0 to 256, a drafter, a temperature and whether
 the budget adapts, decodes with trees and one token at a time, and compares tokens, logits and
-latent cache bit for bit, and the cache with that of a fresh prefill of the same text. Ends with a
-verdict: PASSED, or FAILED and exit code 1 at the first difference. Meant for a GPU; in the
-simulator use `--largest 3 micro-fp32`.
+latent cache bit for bit, and the cache with that of a fresh prefill of the same text; of a DFlash
+drafter the context too. Ends with a verdict: PASSED, or FAILED and exit code 1 at the first
+difference. Meant for a GPU; in the simulator use `--largest 3 micro-fp32`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.decode import decode
+from engine.dflash import DFlash
 from engine.draft import Ngram, Replay
 from engine.prepared import prepare
 from goldens import bundles
@@ -32,7 +33,7 @@ def differences(
     name: str, ready: Any, stream: Stream, largest: int, new: int
 ) -> tuple[list[str], int]:
     """What differs in one run of random prompts, and how many rounds it took."""
-    config = bundles.config(name)
+    config = bundles.config(name + bundles.DRAFTED)
     vocabulary = config["vocab_size"]
     lengths = [int(stream.integers(1, 90)) for _ in range(int(stream.integers(1, 4)))]
     prompts = [stream.integers(2, vocabulary, n).astype(np.int32) for n in lengths]
@@ -46,7 +47,11 @@ def differences(
     }  # fmt: skip
     plain = decode(ready, config, prompts, None, budget=0, mode="ar", **fixed)
     drafter: Any = Ngram(HORIZON)
-    if stream.integers(0, 3):
+    which = int(stream.integers(0, 3))
+    tensors = bundles.tensors(name + bundles.DRAFTED)
+    if which == 2:
+        drafter = DFlash(tensors, config)
+    elif which:
         k = max(1, min(budget, vocabulary - 1))
         tables = [
             replay_table(run.tokens, vocabulary, k, ACCURACY, stream.fork("replay", i))
@@ -58,9 +63,10 @@ def differences(
     if kind == "adaptive":
         more["costs"] = 1 + 0.03 * np.arange(budget + 1)
     trees = decode(ready, config, prompts, drafter, budget=budget, **more, **fixed)
+    reader = DFlash(tensors, config)
     fresh = decode(
-        ready, config, [run.text[:-1] for run in trees], None, budget=0, mode="ar", max_new=1,
-        eos=(), page_size=fixed["page_size"],
+        ready, config, [run.text[:-1] for run in trees], reader, budget=1, max_new=1, eos=(),
+        page_size=fixed["page_size"],
     )  # fmt: skip
     found: list[str] = []
     for i, (one, other, prefilled) in enumerate(zip(plain, trees, fresh, strict=True)):
@@ -71,6 +77,9 @@ def differences(
         ]
         if not np.array_equal(prefilled.cache, other.cache):
             found.append(f"cache of request {i} from that of a fresh prefill")
+        rows = other.cache.shape[1]
+        if which == 2 and budget and different(reader, drafter, i, rows):
+            found.append(f"the drafter's context of request {i} from that of a fresh prefill")
     rounds = max(len(run.rounds) for run in trees)
     accepted = np.mean([len(done.accepted) for run in trees for done in run.rounds] or [0])
     print(
@@ -80,6 +89,12 @@ def differences(
         flush=True,
     )
     return found, rounds
+
+
+def different(one: DFlash, other: DFlash, request: int, rows: int) -> bool:
+    """Whether any bit of two drafters' contexts differs."""
+    a, b = (drafter.context(request, rows).view(np.uint16) for drafter in (one, other))
+    return not np.array_equal(a, b)
 
 
 def main() -> int:
