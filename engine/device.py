@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,14 +206,24 @@ class Kernel:
         path = _cache_dir() / f"{self.digest(arch)}.cubin"
         if found := _read_cubin(path):
             return found
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):  # parallel workers want the same kernels first
-            if found := _read_cubin(path):
-                return found
-            code, name = self._compile(arch)
-            with replacing(path) as file:
-                file.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
-        return code, name
+        made = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(
+                path.with_suffix(".lock")
+            ):  # parallel workers want the same kernels first
+                if found := _read_cubin(path):
+                    return found
+                if path.exists():
+                    print(
+                        f"{path.name} in the cache was damaged, and is made again", file=sys.stderr
+                    )
+                made = code, name = self._compile(arch)
+                with replacing(path) as file:
+                    file.write(name.encode() + b"\0" + hashlib.sha256(code).digest() + code)
+        except OSError:  # a full or read-only disk costs time, not the launch
+            made = made or self._compile(arch)
+        return made
 
     def digest(self, arch: str) -> str:
         """Content hash of everything that decides the machine code."""

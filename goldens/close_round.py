@@ -30,7 +30,6 @@ def inputs(
         "next_tokens": np.where(counts > 0, next_tokens, -1),  # token 0 is one like the others
         "new_prefix_len": rng.integers(0, 1 << 18, requests),
         "root_tokens": rng.integers(0, 1 << 17, requests),
-        "prefix_len": rng.integers(0, 1 << 18, requests),
     }
     return {name: value.astype(np.int32) for name, value in made.items()}
 

@@ -406,10 +406,12 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
 def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
     """Inputs and scalars that change the golden of no case, asked once a state of spec and oracle.
 
-    Only the simulator's cases are tried, if there are any.
+    Initial values of outputs that are changed in place are inputs too. Only the simulator's cases
+    are tried, if there are any.
     """
     path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
-    asked = {*spec.inputs, *(spec.scalars if spec.kernel else ())}  # for a kernel to ignore
+    initial = {n for n, o in spec.outputs.items() if o.inout}
+    asked = {*spec.inputs, *initial, *(spec.scalars if spec.kernel else ())}  # kernels ignore them
     with contextlib.suppress(OSError, ValueError, TypeError):
         names = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(names, list) and asked.issuperset(names):
@@ -448,8 +450,8 @@ def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> d
     golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
     limit_s = 5.0 + 10.0 * (time.monotonic() - start)
     found = {}
-    for name in [*spec.inputs, *spec.scalars] if names is None else sorted(names):
-        if name in spec.inputs:
+    for name in [*golden.inputs, *spec.scalars] if names is None else sorted(names):
+        if name in golden.inputs:
             trials = (
                 (case, replace(golden, inputs={**golden.inputs, name: changed}))
                 for changed in _perturbed(golden.inputs[name])

@@ -245,3 +245,60 @@ def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.split())
+
+
+# -- the cache of machine code ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """compiled() asks a kernel for its machine code: the answer, and how often it was compiled."""
+    from engine import device
+
+    monkeypatch.setenv("KDTR_CACHE", str(tmp_path))
+    calls = []
+
+    def compile_(self, arch):
+        calls.append(arch)
+        return b"machine code", "entry"
+
+    monkeypatch.setattr(device.Kernel, "_compile", compile_)
+
+    @device.kernel(threads=32)
+    def nothing(x: device.ptr[device.u32]):
+        pass
+
+    return lambda: (nothing.cubin("sm_90a"), len(calls))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
+def test_damaged_machine_code_is_found_by_its_hash_and_made_again(
+    compiled, tmp_path, capsys, damage
+):
+    right = (b"machine code", "entry")
+    assert compiled() == compiled() == (right, 1)
+    (path,) = tmp_path.rglob("*.cubin")
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+    elif damage == "truncate":
+        del content[-3:]
+    else:
+        content.clear()
+    path.write_bytes(bytes(content))
+    assert compiled() == (right, 2)
+    assert "was damaged, and is made again" in capsys.readouterr().err
+    assert compiled() == (right, 2)
+
+
+def test_a_full_disk_costs_the_compiler_time_and_no_launch(compiled, tmp_path, monkeypatch):
+    from engine import files
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    assert compiled() == ((b"machine code", "entry"), 1)
+    assert compiled() == ((b"machine code", "entry"), 2)
+    assert not list(tmp_path.rglob("*.cubin"))
+    assert not list(tmp_path.rglob("*.partial"))

@@ -243,6 +243,21 @@ def test_sensitivity_finds_the_input_that_is_ignored(load, tmp_path, monkeypatch
         assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
 
 
+def test_sensitivity_finds_the_initial_value_that_is_ignored(load, tmp_path, monkeypatch):
+    """Such an output is no inout: its kernel may as well be given poison."""
+    from broken import scale
+
+    monkeypatch.setattr(
+        scale, "inputs", lambda rng: {"x": RAMP.astype(np.float32), "y": RAMP.astype(np.float32)}
+    )
+    loaded = load(("y = {", "y = { inout = true,"))
+    assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["y"]
+    monkeypatch.setattr(
+        scale, "reference", lambda *, x, y, factor: {"y": x * np.float64(factor) + y * 2.0}
+    )
+    assert golden.insensitive(loaded, cache_dir=tmp_path / "d") == []
+
+
 def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
     from broken import scale
 
