@@ -247,7 +247,7 @@ def measure(chosen: list[str], root: Path, report: Path) -> tuple[list[Row], int
         "-n", "0", "-p", "no:kdtree", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header",
         "--tb=short", "--rootdir", str(root),
         "--benchmark-json", str(report / "pytest-benchmark.json"),
-        "--benchmark-columns=median,iqr,rounds", "--benchmark-warmup=off",
+        "--benchmark-quiet", "--benchmark-warmup=off",
     ]  # fmt: skip
     with _goldens_ahead(chosen, root, environment):
         try:
@@ -292,12 +292,12 @@ def show(rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("case", "us", "floor us", "share", "limit", "peers", "verdict", ""):
+    for name in ("case", "us", "floor us", "share", "limit", "faster than", "verdict", ""):
         table.add_column(name, justify="right" if name in ("us", "floor us", "share") else "left")
-    for each in rows:
+    for each in sorted(rows, key=lambda row: row.id):
         peers = ", ".join(
-            f"{n} {t / each.time_us:.2f}x" if isinstance(t, float) else f"{n} absent"
-            for n, t in each.peers.items()
+            f"{n} {each.times_faster[n]:.2f}x" if n in each.times_faster else f"{n} absent"
+            for n in each.peers
         )
         table.add_row(
             each.id.removeprefix("specs/"),
@@ -310,6 +310,8 @@ def show(rows: list[Row]) -> None:
             each.note,
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     console.print(table)
     if rows:
         console.print(f"{len(rows)} cases on {rows[0].gpu} ({rows[0].uuid})")

@@ -346,6 +346,6 @@ PEERS: dict[str, dict[str, Callable[[Mapping[str, Any]], Timer]]] = {
     "gemm_bf16_parts": {"cuBLAS bf16": _gemm_cublas},
     "gemm_bf16_heads": {"cuBLAS bf16": _heads_cublas},
     "tree_verify_mla": {"torch, masked": _tree_torch},
-    "draft_top_k": {"host heap and copies": _host_heap},
-    "draft_top_k_bf16": {"host heap and copies": _host_heap},
+    "draft_top_k": {"top-k, host heap, copies": _host_heap},
+    "draft_top_k_bf16": {"top-k, host heap, copies": _host_heap},
 }  # fmt: skip
