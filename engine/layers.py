@@ -336,9 +336,12 @@ def _experts_of_ranks(
             y=own[: mine.stop - mine.start],
         )  # fmt: skip
         launches.append(Launch(f"{name}.combine", combine))
+    if rows == world * each:
+        whole = y.reshape(world, each, hidden)
+        return [*launches, Launch(f"{name}.gather", _call(group.all_gather, own, whole))]
     every = b.view("experts_rows", world, each, hidden)
-    launches.append(Launch(f"{name}.gather", _call(group.all_gather, own, every)))
     first = every.reshape(world * each, hidden)[:rows].reshape(1, rows, hidden)
+    launches.append(Launch(f"{name}.gather", _call(group.all_gather, own, every)))
     launches.append(Launch(f"{name}.rows", _call(join_columns, first, whole=y)))
     return launches
 
@@ -354,6 +357,7 @@ def reserve_experts(weights: Moe, rows: int, b: Buffers) -> None:
         each = cdiv(most, weights.ranks)
         for name in ("experts_parts", "experts_others"):
             b.view(name, weights.ranks * each * weights.top_k, weights.gate.k)
+        b.view("experts_rows", weights.ranks * each, weights.gate.k)
 
 
 def mla(
