@@ -25,6 +25,11 @@ def inputs(
     return {**made, "below": round_to(rng.bell((tail_slots, entry)), BF16)}
 
 
+def derived(*, q_rank: int, rank: int, pairs: int, tail_slots: int) -> dict[str, int]:
+    entry = rank + 2 * pairs
+    return {"entry": entry, "width": q_rank + entry, "wrap": 2 * tail_slots * entry}
+
+
 def reference(
     *,
     qkv: np.ndarray,
