@@ -350,9 +350,12 @@ def reserve_experts(weights: Moe, rows: int, b: Buffers) -> None:
     """Allocate the scratch of `routed_experts` for any number of rows up to `rows`: some of it is
     largest for fewer."""
     most = min(rows, INT4_ROWS)
+    sizes: dict[tuple[str, str], int] = {}
     for count in range(1, most + 1):
         for key, (shape, dtype) in weights.scratch_shapes(count).items():
-            b.view(f"experts_{key}", *shape, dtype=dtype)
+            sizes[key, dtype] = max(sizes.get((key, dtype), 0), math.prod(shape))
+    for (key, dtype), size in sizes.items():
+        b.view(f"experts_{key}", size, dtype=dtype)
     if weights.ranks is not None:
         each = cdiv(most, weights.ranks)
         for name in ("experts_parts", "experts_others"):
