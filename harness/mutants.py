@@ -12,7 +12,7 @@ and programmatic dependent launch, which no single launch can show.
 import ast
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.spec import Spec
 
@@ -55,6 +55,7 @@ class Planted:
     source: str
     line: int  # of the statement that changed; 0: reached by every case
     reason: str | None = None  # why it changes nothing, in the spec's words
+    gpu: str | None = None  # why only a GPU can show it
     flaw: str = ""  # "EQUAL: ...", "STALE: ...", "INVALID: ..."
 
 
@@ -78,9 +79,8 @@ def named(spec: Spec, sources: dict[str, str]) -> list[Planted]:
         else:
             flaw = _flaw(source, changed)
             line = statement_line(source, source[: source.index(mutant.find)].count("\n") + 1)
-        planted.append(
-            Planted(mutant.name, "named", module, changed, line, mutant.equivalent, flaw)
-        )
+        one = Planted(mutant.name, "named", module, changed, line)
+        planted.append(replace(one, reason=mutant.equivalent, gpu=mutant.gpu, flaw=flaw))
     return planted
 
 
@@ -135,16 +135,21 @@ def _flaw(source: str, changed: str) -> str:
 
 
 def _normal(source: str) -> str | None:
-    """The syntax tree without layout, comments and docstrings; None if there is none."""
+    """The syntax tree without layout, comments, docstrings and other idle constants; None if there
+    is none."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and _is_text(body[0]):
-            del body[0]
+        if isinstance(body, list):
+            body[:] = [s for s in body if not _is_idle(s)]
     return ast.dump(tree)
+
+
+def _is_idle(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _is_text(node: ast.AST) -> bool:

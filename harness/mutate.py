@@ -38,10 +38,12 @@ from harness.spec import Case, Spec
 FOLDER = Path("ci", "certificates")
 COUNT = 8  # generic mutants of a kernel
 COUNT_GOLDEN = 4  # and of an oracle
-LIMIT_S = 300.0  # of processor time, for a case whose own time is not known
+# For a case whose own time is not known: processor time in the simulator, time on a GPU.
+LIMIT_S = {"sim": 300.0, "cuda": 60.0}
 HONEST = 0.5  # share of its bound that the honest kernel may use
 
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
+FOR_A_GPU = "for a GPU"  # the simulator cannot show it, the spec says why
 INVALID, EQUAL, STALE = "INVALID", "EQUAL", "STALE"
 CERTIFIED, VACUOUS = "CERTIFIED", "VACUOUS"
 
@@ -233,6 +235,8 @@ class Examination:
         """Start on a mutant; what is returned waits for its row of the certificate. of: the spec
         whose cases they are, where it is a sibling."""
         row = {"name": mutant.name, "operator": mutant.operator, "module": mutant.module}
+        if mutant.gpu and not mutant.flaw and self.pool.device == "sim":
+            return lambda: {**row, "outcome": FOR_A_GPU, "why": mutant.gpu}
         if mutant.flaw or not cases:
             outcome, _, why = mutant.flaw.partition(": ")
             if not mutant.flaw:
@@ -283,7 +287,8 @@ class Examination:
     ) -> dict[str, Any]:
         known = {} if of else self.honest
         limits = {
-            name: 5 + 10 * known[name].seconds if name in known else LIMIT_S for name in cases
+            name: 5 + 10 * known[name].seconds if name in known else LIMIT_S[self.pool.device]
+            for name in cases
         }
         return {
             "spec": str((of or self.spec).path.resolve()),
@@ -387,7 +392,8 @@ def _was_killed(row: Mapping[str, Any]) -> bool:
 
 def score(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Mutants by outcome. Only the killed count for the spec, and survivors count against it."""
-    found = dict.fromkeys((KILLED, SURVIVED, EQUIVALENT, INVALID, EQUAL, STALE), 0)
+    outcomes = (KILLED, SURVIVED, EQUIVALENT, FOR_A_GPU, INVALID, EQUAL, STALE)
+    found = dict.fromkeys(outcomes, 0)
     for row in rows:
         found[row["outcome"]] += 1
     return found
@@ -583,11 +589,12 @@ def is_stale(root: Path, spec: Spec) -> bool:
 
 def again(examination: Examination, certificate: Mapping[str, Any], part: float) -> list[str]:
     """Judge a certificate's mutants again: the dead by the case that killed them, those that change
-    nothing by the two cheapest."""
+    nothing by the two cheapest, on a GPU those that need one by all."""
     spec = examination.spec
     own, generic = examination.planted()
     planted = {(p.module, p.name): p for p in [*own, *generic]}
     cases = [h["case"] for h in certificate["honest"]][:2]
+    on_gpu = examination.pool.device == "cuda"
     waiting: list[tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = []
     said = []
     for row in certificate["mutants"]:
@@ -600,6 +607,9 @@ def again(examination: Examination, certificate: Mapping[str, Any], part: float)
             waiting.append((row, examination.judge(mutant, [case], of=of)))
         elif row["outcome"] == EQUIVALENT and _chosen(spec, mutant, part):
             waiting.append((row, examination.judge(mutant, cases)))
+        elif row["outcome"] == FOR_A_GPU and on_gpu:
+            every = [case.name for case in examination.cases()]
+            waiting.append(({**row, "outcome": KILLED}, examination.judge(mutant, every)))
     for row, wait in waiting:
         now = wait()
         if now["outcome"] != row["outcome"]:
@@ -642,7 +652,7 @@ def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
                 row["survivors"] = [
                     {"name": r["name"], "why": r["why"]}
                     for r in certificate["mutants"]
-                    if r["outcome"] in (SURVIVED, EQUIVALENT)
+                    if r["outcome"] in (SURVIVED, EQUIVALENT, FOR_A_GPU)
                 ]
                 total = {k: n + certificate["score"][k] for k, n in total.items()}
         if said:

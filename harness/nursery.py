@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -93,7 +94,7 @@ def _judge(spec: Any, case: Any, limit_s: float | None) -> dict[str, Any]:
                 actual = run.witness(spec, case, made)
             else:
                 made = golden.make(spec, case)
-                actual = run.execute(spec, case, made)
+                actual = run.execute(spec, case, made, enough=partial(_wrong, spec, case, made))
             verdict = run.judged(_blank(spec, case), compare.compare(spec, case, made, actual))
             status, headroom = verdict.status, verdict.headroom
             wrong = [r.output for r in verdict.outputs if r.status is Status.WRONG]
@@ -114,6 +115,13 @@ def _judge(spec: Any, case: Any, limit_s: float | None) -> dict[str, Any]:
         "message": message[:300],
         "flaw": flaw,
     }
+
+
+def _wrong(spec: Any, case: Any, made: Any, actual: Any) -> bool:
+    """A mutant that one run shows is dead: the second would cost as much and add nothing."""
+    from harness import compare
+
+    return any(not r.status.ok for r in compare.compare(spec, case, made, actual))
 
 
 def _excess(spec: Any, case: Any, made: Any, actual: Any) -> float | None:
@@ -181,8 +189,9 @@ def main(arguments: list[str]) -> int:
 
     from harness import compare, golden, run  # noqa: F401
 
-    for line in sys.stdin:
-        print(json.dumps(_in_a_child(json.loads(line))), file=answers, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+        for line in sys.stdin:
+            print(json.dumps(_in_a_child(json.loads(line))), file=answers, flush=True)
     return 0
 
 

@@ -139,6 +139,7 @@ class Mutant:
     replace: str
     equivalent: str | None = None
     module: str | None = None  # dotted name; None: the kernel's, in stage golden the oracle's
+    gpu: str | None = None  # why the simulator cannot show it
 
 
 @dataclass(frozen=True)
@@ -469,7 +470,7 @@ class _Reader:
             key = f"mutants[{i}]"
             if not isinstance(table, dict):
                 raise self.error(key, "a table", table)
-            self.known(key, table, ("name", "find", "replace", "equivalent", "module"))
+            self.known(key, table, ("name", "find", "replace", "equivalent", "module", "gpu"))
             for entry in ("name", "find", "replace"):
                 if not isinstance(table.get(entry), str) or (
                     entry != "replace" and not table[entry]
@@ -478,6 +479,8 @@ class _Reader:
             reason = table.get("equivalent")
             if reason is not None and (not isinstance(reason, str) or not reason):
                 raise self.error(f"{key}.equivalent", "the reason why it changes nothing", reason)
+            if not isinstance(table.get("gpu", "why"), str) or table.get("gpu") == "":
+                raise self.error(f"{key}.gpu", "the reason why it needs a GPU", table["gpu"])
             module = table.get("module")
             if module is not None:
                 if not isinstance(module, str) or not re.fullmatch(r"[\w.]+", module):

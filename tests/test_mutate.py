@@ -180,7 +180,7 @@ def test_what_makes_a_spec_vacuous(sample, rows, said):
 def test_survivors_count_against_the_score_and_misfits_do_not_count():
     outcomes = ["killed", "killed", "survived", "equivalent", "INVALID", "EQUAL", "STALE"]
     counts = mutate.score({"outcome": o} for o in outcomes)
-    assert counts == {**dict.fromkeys(outcomes, 1), "killed": 2}
+    assert counts == {**dict.fromkeys(outcomes, 1), "killed": 2, "for a GPU": 0}
 
 
 # -- the whole way ---------------------------------------------------------------------------------
@@ -231,6 +231,7 @@ MUTANTS = {
     "no_anchor": ("y[i] = x[i] * 0.6", "y[i] = 0"),
     "survives": ("i = cuda.grid(1)", "i = 0 + cuda.grid(1)"),
     "explained": ("i = cuda.grid(1)", "i = cuda.grid(1) - 0"),
+    "timing": ("x[i] * 0.5", "x[i] * 0.5 + 0"),
     "explained_and_wrong": ("y[i] = x[i] * 0.5", "y[i] = x[i] * 0.25"),
 }  # fmt: skip
 
@@ -241,6 +242,7 @@ def with_mutants(project, *, only=tuple(MUTANTS), slack="1e-6"):
         find, replace = MUTANTS[name]
         text += f'[[mutants]]\nname = "{name}"\nfind = """{find}"""\nreplace = """{replace}"""\n'
         text += 'equivalent = "nothing less is the same"\n' if name.startswith("explained") else ""
+        text += 'gpu = "there is no time here"\n' if name == "timing" else ""
     project.write("specs/half.toml", text)
 
 
@@ -274,6 +276,7 @@ def test_each_outcome_from_a_real_run(project):
         "no_anchor": "STALE",
         "survives": "survived",
         "explained": "equivalent",
+        "timing": "for a GPU",
         "explained_and_wrong": "killed",
     }
     assert found["last_lost"]["verdict"] == "UNWRITTEN"
