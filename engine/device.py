@@ -231,7 +231,8 @@ class Kernel:
 
         engine = Path(__file__).parent
         parts = [arch, self.source, repr(sorted(self._constants.items())), repr(self._options())]
-        parts += [f"{p}={version(p)}" for p in ("numba", "numba-cuda", "numpy")]
+        parts += [f"numba-cuda={version('numba-cuda')}"]  # it brings a compiler of its own
+        parts += [f"{p}={version(p).rpartition('.')[0]}" for p in ("numba", "numpy")]
         parts += [self._signature_text(), *_with_imports(self.file)]
         parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
