@@ -83,8 +83,6 @@ class DFlash:
     def attach(self, decoder: Any) -> None:
         """Prepare the weights, and allocate for the rounds of an engine.decode.Decoder."""
         model, drafter, block = decoder.model, self.drafter, self.drafter["block_size"]
-        if model.group is not None:
-            raise NotImplementedError("dflash: a drafter on a model that is split over ranks")
         self.decoder, self.model = decoder, model
         given = self._tensors
         if not isinstance(given, Drafter):
@@ -221,7 +219,7 @@ class DFlash:
         workspace = b.view("workspace", *shape, workspace_words(vocabulary), dtype="uint32")
         return [
             *launches,
-            layers.gemm("head", final, model.weights.head, self.logits),
+            *model.head(final, self.logits, b),
             Launch(
                 "draft_top_k",
                 partial(

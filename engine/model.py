@@ -304,7 +304,7 @@ class Model:
                 if tapped == i
             ]
         launches += [
-            *self._head(h, logits),
+            *self.head(h, logits, b),
             Launch(
                 "argmax",
                 partial(
@@ -323,8 +323,9 @@ class Model:
             ranks=self.group is not None,
         )  # fmt: skip
 
-    def _head(self, h: Any, logits: Any) -> list[Launch]:
-        head, b = self.weights.head, self._buffers
+    def head(self, h: Any, logits: Any, b: Buffers) -> list[Launch]:
+        """Launches from h [rows, hidden] to logits fp32 [rows, vocab], wherever lm_head is."""
+        head = self.weights.head
         if head.shape[0] == self.config["vocab_size"]:
             return [layers.gemm("head", h, head, logits, logits=logits)]
         part = b.view("projected", h.shape[0], head.shape[0])

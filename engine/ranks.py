@@ -4,7 +4,7 @@
         runs, times = decode_on(ranks, "model.kdtr", prompts, drafter, budget=16, max_new=64)
 
 Every rank does the same work on the host, from the same arguments: nothing but activations passes
-between ranks.
+between ranks. drafter: of the host (engine.draft), or "dflash".
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from engine import layers
 from engine.bundle import Bundle
 from engine.decode import Decoded, decode, measured_costs
 from engine.device import empty, to_device, to_host
+from engine.dflash import DFlash
 from engine.layers import Buffers, Config, Matrix, Moe
 from engine.parallel import RankError, Ranks, in_turns
 from engine.passes import layer_values
@@ -96,7 +97,14 @@ def costs_of_rank(
     settings: Mapping[str, Any],
 ) -> dict[int, float]:
     """engine.decode.measured_costs; the ranks' differ a little."""
-    return measured_costs(*_opened(model), prompts, drafter, group=group, **settings)
+    weights, config = _opened(model)
+    drafter = _drafter(drafter, weights, config)
+    return measured_costs(weights, config, prompts, drafter, group=group, **settings)
+
+
+def _drafter(drafter: Any, weights: Mapping[str, Any], config: Config) -> Any:
+    """A rank's own: "dflash" is the bundle's, whole on every rank; a host drafter is itself."""
+    return DFlash(weights, config) if drafter == "dflash" else drafter
 
 
 def _opened(
@@ -154,7 +162,8 @@ def decode_in_turns(
 
     def of_rank(group: Any) -> list[Decoded]:
         first: dict[str, Any] = {"on_token": on_token, "times": times} if not group.rank else {}
-        return decode(weights, config, prompts, drafter, group=group, **first, **settings)
+        own = _drafter(drafter, weights, config)
+        return decode(weights, config, prompts, own, group=group, **first, **settings)
 
     found = in_turns(world, of_rank)
     _agree([digest(runs) for runs in found])
@@ -170,10 +179,12 @@ def costs_in_turns(
     **settings: Any,
 ) -> dict[int, float]:
     """`costs_on` for ranks that take turns in this process: what all of them take together."""
-    return in_turns(
-        world,
-        lambda group: measured_costs(weights, config, prompts, drafter, group=group, **settings),
-    )[0]
+
+    def of_rank(group: Any) -> dict[int, float]:
+        own = _drafter(drafter, weights, config)
+        return measured_costs(weights, config, prompts, own, group=group, **settings)
+
+    return in_turns(world, of_rank)[0]
 
 
 def _agree(said: Sequence[str]) -> None:

@@ -292,7 +292,7 @@ def made(
     drafters, vocabulary = importlib.import_module("goldens.drafters"), opened.config["vocab_size"]
     if drafter is Drafter.dflash:
         if where.ranks is not None:
-            fail("--drafter dflash and --tp do not go together: the drafter is not split", 2)
+            return drafter.value  # each rank has its own
         place = importlib.import_module("engine.dflash") if where.engine else drafters
         return place.DFlash(opened, opened.config)
     theirs = importlib.import_module("engine.draft") if where.engine else drafters

@@ -1,9 +1,11 @@
-"""The drafter on the device, in the simulator: what it refuses, and what it says of a fault."""
+"""The drafter on the device, in the simulator: what it refuses and says, and that it has ranks."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -19,15 +21,7 @@ weights, config = bundles.tensors(name), bundles.config(name)
 with pytest.raises(ValueError, match="no drafter"):
     DFlash(weights, bundles.config("micro-fp32"))
 
-class Group:
-    world, rank, captured = 1, 0, False
-
 drafter = DFlash(weights, config)
-class Split:
-    model, requests = type("Model", (), {"group": Group()}), 1
-with pytest.raises(NotImplementedError, match="split over ranks"):
-    drafter.attach(Split())
-
 decoder = Decoder(weights, config, drafter, requests=2, budget=1, context=8, page_size=4)
 assert decoder.length == 3
 decoder.prefill(1, [5, 6])
@@ -37,12 +31,30 @@ assert np.isnan(drafter.context(0, 2).astype(np.float32)).all()  # only the prom
 with pytest.raises(DraftError, match="request 1, embedding, row 0: status 1"):
     drafter.draft([3, 10**6], [0, 2])
 """
+RANKS = """
+import numpy as np
+from engine.decode import decode
+from engine.dflash import DFlash
+from engine.ranks import decode_in_turns
+from goldens import bundles
+
+name = "micro-fp32-dflash"
+weights, config = bundles.tensors(name), bundles.config(name)
+settings = {"budget": 2, "max_new": 3, "eos": (), "page_size": 4}
+(one,) = decode(weights, config, [[5, 6]], DFlash(weights, config), **settings)
+(two,) = decode_in_turns(2, weights, config, [[5, 6]], "dflash", **settings)
+assert one.tokens == two.tokens
+assert np.array_equal(one.logits, two.logits)
+for mine, its in zip(one.rounds, two.rounds, strict=True):
+    assert np.array_equal(mine.tokens, its.tokens)  # the drafts are the same bits too
+"""
 
 
-def test_what_the_device_drafter_refuses_and_says():
+@pytest.mark.parametrize("script", [SCRIPT, RANKS], ids=["refusals", "ranks"])
+def test_the_device_drafter(script):
     environ = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
