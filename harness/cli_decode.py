@@ -27,6 +27,7 @@ from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, sa
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 MEASURE = "measure"  # of --costs
+ONCE = ("load", "prefill")  # stages before the first round
 ORDER = 3  # tokens of context that the ngram drafter matches at most
 
 
@@ -330,7 +331,7 @@ def summary(run: Run, count: int) -> None:
     rounds = [done for request in run.requests for done in request.rounds]
     nodes = sum(len(done.tokens) for done in rounds)
     ended = Counter(request.ended for request in run.requests)
-    rounds_s = sum(s for stage, s in run.times.items() if stage not in ("load", "prefill"))
+    rounds_s = sum(s for stage, s in run.times.items() if stage not in ONCE)
     rate = sum(done.emitted for done in rounds) / rounds_s if rounds else 0.0
     say(
         f"\n{tokens} tokens in {run.seconds:.3f} s, in rounds {rate:.0f} a second; "
@@ -348,9 +349,13 @@ def summary(run: Run, count: int) -> None:
             bar = "#" * -(-40 * histogram[size] // max(histogram.values()))
             row(table, size, histogram[size], bar)
         show(table)
-    table = columns("", "<stage", "seconds", "share")
+    together = max((len(request.rounds) for request in run.requests), default=0)
+    table = columns("", "<stage", "ms", "us a round", "share of rounds")
     for stage, seconds in run.times.items():
-        row(table, stage, f"{seconds:.3f}", f"{seconds / run.seconds:.0%}")
+        cells = ["", ""]
+        if stage not in ONCE and together:
+            cells = [f"{1e6 * seconds / together:.1f}", f"{seconds / rounds_s:.0%}"]
+        row(table, stage, f"{1e3 * seconds:.2f}", *cells)
     show(table)
 
 
