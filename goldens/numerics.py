@@ -166,7 +166,8 @@ def widen(x: np.ndarray, dtype: type = np.float64) -> np.ndarray:
     """`x` in a wider float dtype, exactly. ml_dtypes' own cast of bfloat16 is slow."""
     if x.dtype != BF16:
         return x.astype(dtype)
-    flat, out = np.ascontiguousarray(x).reshape(-1).view(np.uint16), np.empty(x.size, dtype)
+    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint16)
+    out: np.ndarray = np.empty(x.size, dtype)
     for start in range(0, x.size, BLOCK):
         bits = flat[start : start + BLOCK].astype(np.uint32) << np.uint32(16)
         with np.errstate(invalid="ignore"):  # signalling NaN
