@@ -73,7 +73,8 @@ class Leg:
             if case["stage"] != "golden":
                 for uuid in self.ran_on.get(case["id"], []):
                     busy[uuid] = busy.get(uuid, 0.0) + seconds.get(case["id"], 0.0)
-        return {uuid: round(1 - busy[uuid] / max(self.seconds, 1e-9), 3) for uuid in self.gpus}
+        whole = max(self.seconds, 1e-9)  # workers that share a GPU are busy while they wait for it
+        return {uuid: round(max(0.0, 1 - busy[uuid] / whole), 3) for uuid in self.gpus}
 
     def as_json(self) -> dict[str, Any]:
         bad = [f"{c['id']} {c['status']}" for c in self.cases if not c["ok"]]
