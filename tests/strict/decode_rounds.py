@@ -27,10 +27,10 @@ def decode_rounds(
     differs, stale, waits, memory, stream=None,
 ) -> None:  # fmt: skip
     """text [tokens] int32, request r from prompt_start[r], to generate limits[r]; drafting [5]: see
-    goldens.decode_rounds. Written, int32: tokens [requests, new]; differs, stale [requests]:
-    elements of tokens, logits and cache whose bits decoding one token at a time changes, and of the
-    cache that a fresh prefill of the text changes; waits, memory [1]: for the device, beyond one a
-    round; calls for memory and bytes of it, since start-up."""
+    goldens.decode_rounds. Written, int32: tokens [requests, new], as they came one by one; differs,
+    stale [requests]: elements of tokens, logits and cache whose bits decoding one token at a time
+    changes, and of the cache that a fresh prefill of the text changes; waits, memory [1]: for the
+    device, beyond one a round; calls for memory and bytes of it, since start-up."""
     given, starts = to_host(text), to_host(prompt_start).tolist()
     prompts = [given[a:b].tolist() for a, b in pairwise(starts)]
     which, chain, budget, length, slope = to_host(drafting).tolist()
@@ -54,10 +54,11 @@ def decode_rounds(
         drafter = DFlash(weights, config)
     if slope:
         fixed["costs"] = 1 + slope / 1000 * np.arange(budget + 1)
+    streamed: list[list[int]] = [[] for _ in prompts]
     with counted() as calls:
         runs = decode(
             ready, config, prompts, drafter, budget=budget, mode="chain" if chain else "tree",
-            **fixed,
+            on_token=lambda request, token: streamed[request].append(token), **fixed,
         )  # fmt: skip
         calls["memory"] += used()
     rounds = max(len(run.rounds) for run in runs)
@@ -75,7 +76,7 @@ def decode_rounds(
             for name in ("tokens", "logits", "cache")
         )
         old[r] = unequal(fresh[r].cache, other.cache)
-    copy_to_device(np.array([run.tokens for run in runs], np.int32), tokens)
+    copy_to_device(np.array(streamed, np.int32), tokens)
     copy_to_device(unlike, differs)
     copy_to_device(old, stale)
     copy_to_device(np.array([waited], np.int32), waits)
