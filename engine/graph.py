@@ -57,8 +57,8 @@ class Staged:
         self._seconds: dict[str, float] = {}
 
     def load(self) -> None:
-        """Run it once without a graph, which loads every kernel, and capture it. In the simulator,
-        where there is nothing to load, nothing runs."""
+        """Run it once without a graph, which loads every kernel, capture it, and run that once. In
+        the simulator, where there is nothing to load, nothing runs."""
         if SIMULATED or self.direct or self._graph is not None:
             return
         from cuda.core import LEGACY_DEFAULT_STREAM, Device
@@ -69,6 +69,8 @@ class Staged:
         builder.begin_building()
         self._queue(builder, captured=True)
         self._graph = builder.end_building().complete()
+        self._graph.launch(LEGACY_DEFAULT_STREAM)  # the first launch uploads it
+        self.wait()
 
     def launch(self) -> None:
         """Queue all stages on the default stream."""
