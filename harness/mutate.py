@@ -654,7 +654,7 @@ def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
                     for r in certificate["mutants"]
                     if r["outcome"] in (SURVIVED, EQUIVALENT, FOR_A_GPU)
                 ]
-                total = {k: n + certificate["score"][k] for k, n in total.items()}
+                total = {k: n + certificate["score"].get(k, 0) for k, n in total.items()}
         if said:
             stale = len(said) == 1 and "stale" in said[0]
             row["verdict"] = "STALE" if stale else VACUOUS
