@@ -6,7 +6,8 @@ Each run draws prompts (one to three), a budget from 0 to 256, a drafter, a temp
 the budget adapts, decodes with trees and one token at a time, and compares tokens, logits and
 latent cache bit for bit, and the cache with that of a fresh prefill of the same text; of a DFlash
 drafter the context too. Ends with a verdict: PASSED, or FAILED and exit code 1 at the first
-difference. Meant for a GPU; in the simulator use `--largest 3 micro-fp32`.
+difference. Meant for a GPU; in the simulator give `--largest 2 --longest 4 --new 4 --rounds 4
+micro-fp32`.
 """
 
 import argparse
@@ -30,12 +31,12 @@ ACCURACY = (0.6, 0.2)  # of replay's guesses at rank 0 and 1
 
 
 def differences(
-    name: str, ready: Any, stream: Stream, largest: int, new: int
+    name: str, ready: Any, stream: Stream, largest: int, longest: int, new: int
 ) -> tuple[list[str], int]:
     """What differs in one run of random prompts, and how many rounds it took."""
     config = bundles.config(name + bundles.DRAFTED)
     vocabulary = config["vocab_size"]
-    lengths = [int(stream.integers(1, 90)) for _ in range(int(stream.integers(1, 4)))]
+    lengths = [int(stream.integers(1, longest + 1)) for _ in range(int(stream.integers(1, 4)))]
     prompts = [stream.integers(2, vocabulary, n).astype(np.int32) for n in lengths]
     budget = int(stream.choice([int(stream.integers(0, 17)), int(stream.integers(17, 257))]))
     budget = min(budget, largest)
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="stop after so many")
     parser.add_argument("--new", type=int, default=32, help="tokens a request, at most")
     parser.add_argument("--largest", type=int, default=256, help="budget")
+    parser.add_argument("--longest", type=int, default=89, help="prompt")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     ready: dict[str, Any] = {}
@@ -112,7 +114,9 @@ def main() -> int:
         if name not in ready:
             ready[name] = prepare(bundles.tensors(name), bundles.config(name))
         stream = Stream("soak", options.seed, run)
-        found, rounds = differences(name, ready[name], stream, options.largest, options.new)
+        found, rounds = differences(
+            name, ready[name], stream, options.largest, options.longest, options.new
+        )
         done, run = done + rounds, run + 1
         if found:
             print(f"FAILED: run {run - 1} of seed {options.seed}")
