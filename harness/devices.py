@@ -35,6 +35,8 @@ WHEELS = ("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvrtc", "nvidia-cuda-r
 LIBRARIES = ("nvvm/lib*/libnvvm.so*", "lib*/libnvJitLink.so*", "lib*/libnvrtc.so*")
 PROBE_S = 60.0  # the first call into the driver of an idle machine can take many seconds
 LEASE_WAIT_S = 600.0
+PLACES = 8  # cases at a time on a shared GPU: what most of them wait for is the host
+LOOK_S = 0.005
 
 
 class DeviceError(RuntimeError):
@@ -190,7 +192,7 @@ class Leases:
     A GPU is locked from its first lease until `close`, so that another run on this machine waits
     or takes others. It is tested when it is first taken and again after each crash on it; one that
     fails is quarantined with the reason, and the run goes on with the rest. With more workers than
-    GPUs the workers share, and `turn` keeps them from running at the same time.
+    GPUs the workers share, and `turn` keeps large cases from running at the same time as others.
     """
 
     gpus: tuple[Gpu, ...]
@@ -302,13 +304,32 @@ def lock_file(name: str) -> FileLock:
 
 
 @contextlib.contextmanager
-def turn(uuids: str) -> Iterator[None]:
-    """Hold shared GPUs for one case, taken in an order that cannot deadlock."""
+def turn(uuids: str, *, alone: bool = False) -> Iterator[None]:
+    """Hold a place on shared GPUs for one case, or all places of them; whoever comes first.
+
+    They are taken in an order that cannot deadlock. Most cases are done in milliseconds, so a look
+    at a lock comes sooner than by default.
+    """
     with contextlib.ExitStack() as held:
         for uuid in sorted(_entries(uuids)):
-            # Most cases are done in milliseconds, a tenth of the time between two looks by default.
-            held.enter_context(lock_file(f"{uuid}.turn").acquire(poll_interval=0.005))
+            places = [lock_file(f"{uuid}.place{n}") for n in range(PLACES)]
+            with lock_file(f"{uuid}.queue").acquire(poll_interval=LOOK_S):
+                for lock in places if alone else [_first_free(places)]:
+                    held.enter_context(lock.acquire(poll_interval=LOOK_S))
         yield
+
+
+def _first_free(locks: Sequence[FileLock]) -> FileLock:
+    """One that is free while nobody else may take one."""
+    while True:
+        for lock in locks:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue
+            lock.release()
+            return lock
+        time.sleep(LOOK_S)
 
 
 def cores() -> int:

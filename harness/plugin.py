@@ -40,6 +40,7 @@ PROPERTY = "kdtr"  # the user property that carries a verdict from worker to con
 SECONDS = Path(".cache", "kdtr", "seconds.json")  # of each case in earlier runs, by device
 GRACE_S = 5.0  # between one time limit and the next
 LOST = 70  # exit status of a worker that ends itself
+LARGE = 4 << 30  # bytes of tensors with which a case has a shared GPU to itself
 FUTILE = 3  # workers in a row that die before they collect
 
 
@@ -186,14 +187,14 @@ class Seat:
 
     @contextlib.contextmanager
     def watch(
-        self, case_id: str, limit_s: float, on_timeout: Callable[[], None]
+        self, case_id: str, limit_s: float, on_timeout: Callable[[], None], *, alone: bool = False
     ) -> Iterator[Callable[[], AbstractContextManager]]:
         """End the process if the block takes longer than `limit_s`.
 
         `run_case` has a limit for a launch, which costs no process. This one is for what that
         cannot interrupt; the last, which faulthandler keeps, for what never lets go of Python.
-        Yields what to enter while the GPU is used: a turn on a shared one. The wait for it does
-        not count, and the limit starts again with it.
+        Yields what to enter while the GPU is used: a turn on a shared one, `alone` or beside
+        others. The wait for it does not count, and the limit starts again with it.
         """
         with contextlib.ExitStack() as stack:
             words = stack.enter_context(self.words.open("w")) if self.words else None
@@ -208,7 +209,7 @@ class Seat:
                 with contextlib.ExitStack() as held:
                     if self.shared:
                         stop()
-                        held.enter_context(devices.turn(",".join(self.uuids)))
+                        held.enter_context(devices.turn(",".join(self.uuids), alone=alone))
                         stop = alarm(limit_s, on_timeout, words)
                     yield
 
@@ -340,7 +341,8 @@ class CaseItem(pytest.Item):
         assert self.spec is not None
         assert self.case is not None
         seat, spec, case = self.config.stash[SEAT], self.spec, self.case
-        with seat.watch(spec.case_id(case), limit_s(case), self.overran) as turn:
+        alone = size_of(spec, case) > LARGE
+        with seat.watch(spec.case_id(case), limit_s(case), self.overran, alone=alone) as turn:
             verdict = run.run_case(spec, case, kernel=self.config.option.kernel, turn=turn)
         if verdict.lost and seat.worker:
             seat.leave(verdict)
@@ -431,10 +433,14 @@ def expected(items: Iterable[CaseItem]) -> dict[str, float]:
     found = {}
     for item in items:
         if item.spec and item.case:
-            shapes, tensors = item.spec.shapes(item.case), item.spec.tensors()
-            size = sum(math.prod(shapes[n]) * t.numpy_dtype.itemsize for n, t in tensors.items())
-            found[item.nodeid] = size / 4e7
+            found[item.nodeid] = size_of(item.spec, item.case) / 4e7
     return found
+
+
+def size_of(spec: Spec, case: Case) -> int:
+    """Bytes of a case's tensors."""
+    shapes = spec.shapes(case)
+    return sum(math.prod(shapes[n]) * t.numpy_dtype.itemsize for n, t in spec.tensors().items())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -245,22 +245,26 @@ def test_a_turn_on_a_shared_gpu_begins_where_the_device_is_used(tmp_path, monkey
     monkeypatch.setenv(devices.LOCKS, str(tmp_path))
     seat = plugin.Seat("sim", (devices.Gpu("GPU-a"),))
     seat.shared = True
-    overran, taken = [], threading.Event()
+    overran, taken, done = [], threading.Event(), threading.Event()
 
-    def neighbour(seconds):
-        with devices.lock_file("GPU-a.turn").acquire(timeout=0):
+    def neighbour(seconds, alone):
+        with devices.turn("GPU-a", alone=alone):
             taken.set()
             time.sleep(seconds)
+        done.set()
 
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(neighbour, 0.6)
+        pool.submit(neighbour, 0.6, True)
         taken.wait()
         with seat.watch("specs/x.toml::y", 0.3, lambda: overran.append(1)) as turn:
             with turn():  # waits longer than the limit
-                busy.result()
-                with pytest.raises(devices.Timeout):
-                    pool.submit(neighbour, 0).result()
-            pool.submit(neighbour, 0).result()
+                assert done.is_set()
+                pool.submit(neighbour, 0, False).result()  # there is room for another
+                done.clear()
+                large = pool.submit(neighbour, 0, True)  # but not for one that must be alone
+                time.sleep(0.1)
+                assert not done.is_set()
+            large.result()
     assert not overran
 
 
