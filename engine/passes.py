@@ -164,15 +164,14 @@ def layer_values(
 
 
 def greedy_tokens(
-    prompt, *, weights: Mapping[str, Any], config: Config, tokens, stream=None
+    prompt, *, new: int, weights: Mapping[str, Any], config: Config, tokens, stream=None
 ) -> None:
-    """prompt [length] int32; tokens [steps] int32, one at a time, each the largest logit's id."""
+    """prompt [length] int32; tokens [new] int32, one at a time, each the largest logit's id."""
     text = to_host(prompt).tolist()
-    steps = tokens.shape[0]
-    model = Model(weights, config, rows=len(text), positions=len(text) + steps, page_size=4)
+    model = Model(weights, config, rows=len(text), positions=len(text) + new, page_size=4)
     found: list[int] = []
     window = text
-    for _ in range(steps):
+    for _ in range(new):
         plan = model.forward([Tree.chain(window)])
         plan.check()
         model.advance(0, len(window))

@@ -16,17 +16,22 @@ from goldens.numerics import Stream, round_to
 
 
 def inputs(
-    rng: Stream, *, page_size: int, weights: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    rng: Stream,
+    *,
+    rows: int,
+    page_size: int,
+    weights: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """The captured tree; its prefix is what the faithful model caches for the captured prompt.
-    Nothing may depend on page_size."""
+    """The first `rows` nodes of the captured tree; its prefix is what the faithful model caches for
+    the captured prompt. Nothing may depend on page_size."""
     given = sample_forward.inputs(rng, prefix_tokens=48)
     ready = Weights.of(weights)
     prefix = forward(ready, config, given["prefix"], faithful=True)["latents"]
     return {
-        "tokens": given["tokens"],
-        "parents": given["parents"],
-        "row_start": np.array([0, len(given["tokens"])], np.int32),
+        "tokens": given["tokens"][:rows],
+        "parents": given["parents"][:rows],
+        "row_start": np.array([0, rows], np.int32),
         "key_start": np.array([0, len(given["prefix"])], np.int32),
         "prefix": round_to(prefix, ready.activations),
     }
@@ -53,7 +58,8 @@ def reference(
         config=config,
     )
     captured = sample_forward.captured()
-    same = np.array_equal(tokens, captured["tree_tokens"])
-    if same and np.array_equal(parents, captured["tree_parent"]):
-        ours["logits"] = captured["float32/tree/logits"][0].astype(np.float64)
+    rows = len(tokens)  # a node sees none that comes after it
+    same = np.array_equal(tokens, captured["tree_tokens"][:rows])
+    if same and np.array_equal(parents, captured["tree_parent"][:rows]):
+        ours["logits"] = captured["float32/tree/logits"][0, :rows].astype(np.float64)
     return ours
