@@ -6,10 +6,11 @@ operand of mma.m16n8k16, the order of k inside an mma is free, and so lane (g, t
 16 bytes, the 32 weights of one scale, of row g and of row g + 8 of a tile. The four lanes of a row
 take 128 columns, a block, at a time.
 
-One order of K for every launch: block b belongs to slice b % slices, a warp adds the blocks of its
-slice in ascending order, and `add_slices` adds the slices in ascending order. Activations are the
-8-column operand, so a token's bits depend on K and `slices` alone: not on the number of tokens, its
-place among them or their values.
+One order of K for every launch: block b belongs to slice b % slices (or, `paired`, to one of the
+two slices of a range of K), a warp adds the blocks of its slice in ascending order, and
+`add_slices` adds the slices in ascending order. Activations are the 8-column operand, so a token's
+bits depend on K and `slices` alone: not on the number of tokens, its place among them or their
+values.
 """
 
 from collections.abc import Callable
@@ -95,6 +96,7 @@ def multiply_rows(
     plain: bool = False,
     gathered: bool = True,
     early: bool = False,
+    paired: bool = False,
 ) -> Callable:
     """Makes the device function of one warp: 16 `tiles` rows times 8 `columns` tokens, one slice.
 
@@ -102,14 +104,17 @@ def multiply_rows(
     another. ahead: words whose activations are loaded before they are needed, 1 to 4. plain:
     activations in the order of k; otherwise in that of `place_in_row`. gathered: tokens anywhere,
     at most 2 columns of them; otherwise one row after another. early: weights are loaded before
-    the previous kernel is done, activations after.
+    the previous kernel is done, activations after. paired: slices 2 q and 2 q + 1 are the even and
+    the odd blocks of range q of K, of which there are slices / 2.
 
     (words_0, scales_0, words_1, scales_1, x_0, x_1, slice, t) -> sums as in `mma_int4`.
     words_i, scales_i: addresses of word 0 and scale 0 of row g of matrix i's first tile; x_j:
     address of token g of column tile j; t = lane % 4.
     """
     GROUPS, BLOCKS = k // GROUP, cdiv(k, BLOCK)
-    RAGGED = GROUPS % 4 != 0 or BLOCKS < slices  # some lane has a block less than its slice
+    STEP = 2 if paired else slices  # from a block of a slice to its next
+    PAIRS = cdiv(BLOCKS, slices)  # of blocks, in a range of two slices
+    RAGGED = GROUPS % 4 != 0 or (BLOCKS % slices != 0 if paired else BLOCKS < slices)
     ROWS = 2 * tiles // matrices
     LANE_STEP, LOAD_STEP = (64, 16) if plain else (16, 64)  # bytes of x between lanes, loads
     COLUMN_STEP = 8 * 2 * (k if plain else padded(k))  # bytes between tokens 8 apart
@@ -138,9 +143,17 @@ def multiply_rows(
 
     @function
     def multiply_slice(words_0, scales_0, words_1, scales_1, x_0, x_1, part, t):
-        block = u32(part)
+        if paired:
+            block = u32(u32(part >> u32(1)) * u32(2 * PAIRS))
+            end = u32(min(u32(block + u32(2 * PAIRS)), u32(BLOCKS)))
+            block = u32(block + u32(part & u32(1)))
+        else:
+            block = u32(part)
+            end = u32(BLOCKS)
         more = u32(1) if u32(u32(block * u32(4)) + t) < u32(GROUPS) else u32(0)
-        at = u64(u32(u32(part * u32(4)) + t))
+        if paired and RAGGED:
+            more = more if block < end else u32(0)
+        at = u64(u32(u32(block * u32(4)) + t))
         words_0 = u64(words_0 + at * u64(16))
         scales_0 = u64(scales_0 + at * u64(2))
         w_0 = load_words(words_0, more, no_words())
@@ -153,24 +166,26 @@ def multiply_rows(
         if early:
             pdl_wait()
             pdl_launch_dependents()
-        at = u64(u32(u32(part * u32(256)) + u32(t * u32(LANE_STEP))))
+        at = u64(u32(u32(block * u32(256)) + u32(t * u32(LANE_STEP))))
         x_0 = u64(x_0 + at)
         x_1 = u64(x_1 + at)
         x = load_x(x_0, x_1, more)
         for j in static_range(1, ahead):
             x = x + load_x(u64(x_0 + u64(j * LOAD_STEP)), u64(x_1 + u64(j * LOAD_STEP)), more)
         sums = no_sums()
-        while block < u32(BLOCKS):
-            block = u32(block + u32(slices))
+        while block < end:
+            block = u32(block + u32(STEP))
             now = more
             more = u32(1) if u32(u32(block * u32(4)) + t) < u32(GROUPS) else u32(0)
+            if paired:
+                more = more if block < end else u32(0)
             # Past its last block a lane stays where it is: its loads are then wasted, not wild.
-            step = u64(256 * slices) if more == u32(1) else u64(0)
-            words_0 = u64(words_0 + u64(64 * slices))
-            scales_0 = u64(scales_0 + u64(8 * slices))
+            step = u64(256 * STEP) if more == u32(1) else u64(0)
+            words_0 = u64(words_0 + u64(64 * STEP))
+            scales_0 = u64(scales_0 + u64(8 * STEP))
             if matrices == 2:
-                words_1 = u64(words_1 + u64(64 * slices))
-                scales_1 = u64(scales_1 + u64(8 * slices))
+                words_1 = u64(words_1 + u64(64 * STEP))
+                scales_1 = u64(scales_1 + u64(8 * STEP))
                 factors = factors_of(s_0 + s_1)
                 s_1 = load_scales(scales_1, more, s_1)
             else:

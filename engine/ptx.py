@@ -11,6 +11,7 @@ Source of the semantics: PTX ISA 9.0, sections "mma.m16n8k16", "ldmatrix", "cp.a
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,31 @@ from numba.cuda import types
 from engine.device import SIMULATED, f32, i32, u32, u64
 
 __all__ = [
-    "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
-    "bits_to_f32", "cp_async_16", "cp_async_16_zfill", "cp_async_commit", "cp_async_wait",
-    "exp2", "f32_to_bf16", "f32_to_bits", "fence_async", "fma", "fma_dot4", "int4_factors",
-    "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans", "load_global_nc_v4", "load_global_ro_v4",
-    "load_global_u16", "load_global_u32", "load_global_v2", "load_global_v4",
-    "load_global_v4_or_zero", "load_rows", "load_rows_u16", "load_shared_u32", "load_shared_v2",
-    "load_shared_v4", "lop3", "matrix_descriptor", "mma_bf16", "mma_bf16_slice",
-    "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2", "pdl_launch_dependents",
-    "pdl_wait", "popc", "prmt", "reciprocal", "scale_rows", "shared_address",
-    "store_global_u16", "store_global_u32", "store_global_v2", "store_global_v4",
+    "add_f32", "address", "advance", "atomic_add", "bf16_to_f32", "bf16x2_high", "bf16x2_low",
+    "bits_to_f32", "copy_bulk", "cp_async_16", "cp_async_16_zfill", "cp_async_commit",
+    "cp_async_wait", "exp2", "f32_to_bf16", "f32_to_bits", "fence_async", "fma", "fma_dot4",
+    "has_wgmma", "int4_factors", "ldmatrix_x2", "ldmatrix_x4", "ldmatrix_x4_trans",
+    "load_global_nc_v4", "load_global_ro_v4", "load_global_u16", "load_global_u32",
+    "load_global_v2", "load_global_v4", "load_global_v4_or_zero", "load_rows", "load_rows_u16",
+    "load_shared_u32", "load_shared_v2", "load_shared_v4", "lop3", "matrix_descriptor",
+    "mbarrier_arrive", "mbarrier_expect", "mbarrier_init", "mbarrier_init_fence", "mbarrier_wait",
+    "mma_bf16", "mma_bf16_slice", "mma_bf16_tiles", "mma_int4", "mul_high_u64", "pack_bf16x2",
+    "pdl_launch_dependents", "pdl_wait", "popc", "prmt", "reciprocal", "scale_rows",
+    "shared_address", "store_global_u16", "store_global_u32", "store_global_v2", "store_global_v4",
     "store_shared_u32", "store_shared_v2", "store_shared_v4", "warp_max_u32", "warp_min_u32",
-    "warp_sum_u32", "wgmma_bf16", "zeros_f32", "zeros_u32",
+    "warp_sum_u32", "wgmma_bf16", "wgmma_int4", "zeros_f32", "zeros_u32",
 ]  # fmt: skip
+
+
+@cache
+def has_wgmma() -> bool:
+    """Hopper alone has it; the GPUs of a machine are taken to be alike."""
+    if SIMULATED:
+        return True
+    from cuda.core import Device
+
+    return Device().compute_capability[0] == 9
+
 
 if not SIMULATED:
     from llvmlite import ir
@@ -569,6 +582,121 @@ if not SIMULATED:
 
         return product
 
+    mbarrier_init = _ptx("mbarrier.init.shared::cta.b64 [$0], $1;", [], [u32, u32], memory=True)
+    mbarrier_init_fence = _ptx("fence.mbarrier_init.release.cluster;", [], [], memory=True)
+    mbarrier_arrive = _ptx(
+        "{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [$0]; }", [], [u32], memory=True
+    )
+    mbarrier_expect = _ptx(
+        "{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [$0], $1; }",
+        [],
+        [u32, u32],
+        memory=True,
+    )
+    mbarrier_wait = _ptx(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+        " @!p bra again; }",
+        [],
+        [u32, u32],
+        memory=True,
+    )
+    copy_bulk = _ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        [],
+        [u32, u64, u32, u32],
+        memory=True,
+    )
+
+    def wgmma_int4(columns: int) -> Callable:
+        """Makes an intrinsic: 64 rows of INT4 weights times `columns` tokens, 128 columns of k.
+
+        (words, factors, x, keep, sums) -> sums, by a warpgroup whose warps have 16 rows each.
+        words: 8 u32, four words of rows g and g + 8 in turn (`load_rows`); factors: of the two
+        rows, from `int4_factors`; x: descriptor of the tokens, rows of 128 bytes, the second 64
+        columns behind the first; keep: 0 starts from zero in place of sums, columns / 2 f32 as of
+        m16n8 tiles. Weights as in `mma_int4`; step 2 j + h has word j, pairs 2 h and 2 h + 1.
+        """
+        count = columns // 2
+        word, factor, x = 2 * count, 2 * count + 8, 2 * count + 14
+        fma_text = "fma.rn.bf16x2"
+        lines = [
+            "{",
+            ".reg .b32 h, n, one, a<32>;",
+            ".reg .b64 b;",
+            ".reg .b32 low, high;",
+            ".reg .pred p;",
+        ]
+        lines += [f"setp.ne.u32 p, ${x + 1}, 0;", "mov.b32 one, 1;"]
+        lines += [f"mov.b64 {{low, high}}, ${x};"]
+
+        def dequantise(j: int) -> list[str]:
+            out = []
+            for r in range(2):
+                f = factor + 3 * r
+                source = f"${word + 2 * j + r}"
+                for i in range(4):  # pair i of row r is register 2 (i % 2) + r of step 2 j + i // 2
+                    mask, of = ("0x000f000f", f) if i % 2 == 0 else ("0x00f000f0", f + 1)
+                    if i == 2:
+                        out += [f"shr.b32 h, {source}, 8;"]
+                    target = f"a{8 * j + 4 * (i // 2) + 2 * (i % 2) + r}"
+                    out += [f"and.b32 n, {source if i < 2 else 'h'}, {mask};"]
+                    out += [f"{fma_text} {target}, n, ${of}, ${f + 2};"]
+            return out
+
+        for j in range(4):
+            if j >= 2:  # the registers of word j - 2 are free again
+                lines += ["wgmma.wait_group.sync.aligned 1;"]
+            lines += dequantise(j)
+            lines += ["wgmma.fence.sync.aligned;"]
+            for step in range(2 * j, 2 * j + 2):
+                skip = step // 4 * columns * 128 + step % 4 * 32
+                a = ", ".join(f"a{4 * step + i}" for i in range(4))
+                lines += [
+                    f"add.u32 n, low, {skip // 16};",
+                    "mov.b64 b, {n, high};",
+                    f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+                    f"{_registers(0, count)}, {{{a}}}, b, p, 1, 1, 0;",
+                ]
+                if step == 0:
+                    lines += ["setp.ne.b32 p, one, 0;"]
+            lines += ["wgmma.commit_group.sync.aligned;"]
+        lines += ["wgmma.wait_group.sync.aligned 0;", "}"]
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 14 + ["l", "r"]
+        constraints += ["~{memory}"]
+        llvm = ir.FunctionType(
+            ir.LiteralStructType([_F32] * count), [_F32] * count + [_I32] * 14 + [_I64, _I32]
+        )
+        asm = ir.InlineAsm(llvm, "\n".join(lines), ",".join(constraints), side_effect=True)
+
+        @intrinsic
+        def product(context: Any, words: Any, factors: Any, x: Any, keep: Any, sums: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                words, factors, sums = (cgutils.unpack_tuple(builder, args[i]) for i in (0, 1, 4))
+                result = builder.call(asm, [*sums, *words, *factors, args[2], args[3]])
+                parts = [builder.extract_value(result, i) for i in range(count)]
+                return context.make_tuple(builder, signature.return_type, parts)
+
+            wanted = (types.UniTuple(u32, 8), types.UniTuple(u32, 6), u64, u32)
+            wanted += (types.UniTuple(f32, count),)
+            return (wanted[4](*wanted), codegen) if sums == wanted[4] else None
+
+        return product
+
+    def add_f32(count: int) -> Callable:
+        """Makes an intrinsic: the sums of two tuples of `count` f32, element by element."""
+
+        @intrinsic
+        def add(context: Any, a: Any, b: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                a, b = (cgutils.unpack_tuple(builder, v) for v in args)
+                parts = [builder.fadd(x, y) for x, y in zip(a, b, strict=True)]
+                return context.make_tuple(builder, signature.return_type, parts)
+
+            want = types.UniTuple(f32, count)
+            return (want(want, want), codegen) if (a, b) == (want, want) else None
+
+        return add
+
     bits_to_f32 = _ptx("mov.b32 $0, $1;", [f32], [u32])
     f32_to_bits = _ptx("mov.b32 $0, $1;", [u32], [f32])
     bf16_to_f32 = _ptx("shl.b32 $0, $1, 16;", [f32], [u32])
@@ -812,6 +940,78 @@ else:
             return simulator.collective(_MASK, (warp, sums, *arguments[-2:]), combine)
 
         return product
+
+    def mbarrier_init(place: simulator.Address, count: int) -> None:
+        """A barrier of 8 bytes in shared memory for `count` arrivals."""
+        block = simulator.current().block
+        block.transfers[place.offset] = simulator.Transfer(block, int(count))
+
+    def _transfer(place: simulator.Address) -> simulator.Transfer:
+        return simulator.current().block.transfers[place.offset]
+
+    def mbarrier_init_fence() -> None:
+        """One memory here."""
+
+    def mbarrier_arrive(place: simulator.Address) -> None:
+        _transfer(place).arrive()
+
+    def mbarrier_expect(place: simulator.Address, nbytes: int) -> None:
+        """Arrive, and announce so many bytes of this phase."""
+        _transfer(place).arrive(int(nbytes))
+
+    def mbarrier_wait(place: simulator.Address, parity: int) -> None:
+        _transfer(place).wait(int(parity))
+
+    def copy_bulk(
+        shared: simulator.Address, source: simulator.Address, nbytes: int, barrier: Any
+    ) -> None:
+        """Bytes, a multiple of 16, from global to shared memory; they arrive at the barrier."""
+        count = int(nbytes)
+        if count % 16 or shared.offset % 16 or source.offset % 16:
+            raise ValueError(f"copy_bulk: {count} bytes, {source.offset} to {shared.offset}")
+        target = shared.base[shared.offset : shared.offset + count]
+        taken = source.base[source.offset : source.offset + count]
+        if len(target) != count or len(taken) != count:
+            raise IndexError(f"copy_bulk: {count} bytes reach outside their arrays")
+
+        def land() -> None:
+            target[:] = taken
+
+        target.fill(0xFF)  # what is read before the wait is NaN, never the old tile
+        _transfer(barrier).copy(count, land)
+
+    def wgmma_int4(columns: int) -> Callable:
+        pairs = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+        shifts = np.uint32(4) * np.arange(8, dtype=np.uint32)
+        unit = np.array([2.0**-133, 2.0**-129] * 4)
+        tiles = columns // 8
+
+        def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
+            words, factors, x, keep, sums = zip(*(slots[n] for n in range(32)), strict=True)
+            codes = (np.array(words, np.uint32)[..., None] >> shifts & np.uint32(15)) * unit
+            f = _unpack(np.array(factors, np.uint32)).reshape(32, 2, 3, 2)[..., 0]
+            codes = codes.reshape(32, 4, 2, 8)  # lane, word, row, nibble
+            multiplier = np.tile(f[..., :2], 4)[:, None]  # of even and odd nibbles
+            weights = _round_bf16(codes * multiplier + f[:, None, :, 2:])[..., pairs]
+            # Lane t has slots 2t, 2t + 1 of the step's first half of 8 and of its second.
+            a = weights.reshape(8, 4, 4, 2, 2, 2, 2)  # g, t, word, row, h, q, e
+            a = a.transpose(2, 4, 3, 0, 5, 1, 6).reshape(8, 16, 16)  # step; row g; q, t, e
+            c = np.array(sums, np.float64).reshape(8, 4, tiles, 2, 2)  # g t tile row column
+            c = c.transpose(3, 0, 2, 1, 4).reshape(16, columns) * (keep[0] != 0)
+            for step in range(8):
+                skip = step // 4 * columns * 128 + step % 4 * 32
+                b = _matrix(x[0], skip, range(16), range(columns), False)
+                c = (np.einsum("ik,kj->ij", a[step], b) + c).astype(np.float32)
+            c = c.reshape(2, 8, tiles, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, -1)
+            return dict(enumerate(map(tuple, c)))
+
+        def product(words: tuple, factors: tuple, x: tuple, keep: int, sums: tuple) -> tuple:
+            return simulator.collective(_MASK, (words, factors, x, keep, sums), combine)
+
+        return product
+
+    def add_f32(count: int) -> Callable:
+        return lambda a, b: tuple(np.float32(x + y) for x, y in zip(a, b, strict=True))
 
     def zeros_f32(count: int) -> Callable:
         return lambda: (np.float32(0),) * count

@@ -102,6 +102,48 @@ class Thread:
         return int(self._vote(value, any))
 
 
+class Transfer:
+    """An mbarrier: a phase ends when `count` threads and all announced bytes have arrived.
+
+    Bytes land when some thread waits for them, so that reading without waiting shows.
+    """
+
+    def __init__(self, block: "Block", count: int):
+        self.block, self.count = block, count
+        self.phase, self.arrived, self.announced = 0, 0, 0
+        self.copies: list[tuple[int, Callable[[], None]]] = []
+        self.waiting: list[Thread] = []
+
+    def arrive(self, announced: int = 0) -> None:
+        self.arrived += 1
+        self.announced += announced
+        if self.arrived > self.count:
+            raise RuntimeError(f"{self.arrived} arrivals at an mbarrier of {self.count}")
+        if self.waiting:
+            self._advance()
+
+    def copy(self, nbytes: int, land: Callable[[], None]) -> None:
+        self.copies.append((nbytes, land))
+        if self.waiting:
+            self._advance()
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of this parity has ended."""
+        self._advance()
+        while self.phase & 1 == parity:
+            self.waiting.append(current())
+            current().block_until_woken(f"mbarrier, phase {self.phase}")
+
+    def _advance(self) -> None:
+        if self.arrived < self.count or sum(n for n, _ in self.copies) < self.announced:
+            return
+        for _, land in self.copies:
+            land()
+        self.phase, self.arrived, self.announced, self.copies = self.phase + 1, 0, 0, []
+        self.block.ready.extend(sorted(self.waiting, key=lambda t: t.thread_id * _order))
+        self.waiting.clear()
+
+
 class Block:
     """Runs one thread block to completion."""
 
@@ -113,6 +155,7 @@ class Block:
         self.live = 0
         self.warps: dict[tuple[int, int], dict[int, Any]] = {}
         self.warp_results: dict[int, Any] = {}
+        self.transfers: dict[int, Transfer] = {}  # by address in shared memory
         self.hub = greenlet.getcurrent()
 
     def barrier(self, thread: Thread) -> None:

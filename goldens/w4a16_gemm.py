@@ -62,7 +62,10 @@ def derived(*, m: int, k: int, pattern: str, exact: bool) -> dict[str, int | boo
     }
 
 
-def reference(*, x: np.ndarray, qw: np.ndarray, sc: np.ndarray) -> dict[str, np.ndarray]:
+def reference(
+    *, x: np.ndarray, qw: np.ndarray, sc: np.ndarray, resident: int = 0
+) -> dict[str, np.ndarray]:
+    """resident is how the engine divides the work: y does not depend on it."""
     a = x.astype(np.float64)  # [m, k]
     rough = np.abs(x.astype(np.float32))  # float32 has digits enough for a bound
     y, size = [], []

@@ -48,7 +48,7 @@ from engine.ptx import (
 GATE_UP_SLICES = 4  # of K, a warp each
 DOWN_SLICES = 2
 WIDTHS = (8, 16)  # slots of a block
-SHAPES = ((1, 2), (2, 2))  # column tiles of a block of slots, row tiles of a warp
+SHAPES = ((1, 1), (1, 2), (2, 2))  # column tiles of a block of slots, row tiles of a warp
 HIDDEN, INNER = (192, 256, 7168), (96, 128, 2048)  # of tiny2, tiny and K2.6
 
 
@@ -356,7 +356,8 @@ def moe_w4a16_share(
         experts, x, first=first, count=count, width=width,
         block_expert=block_expert, block_slot=block_slot, x_permuted=x_permuted, stream=stream,
     )  # fmt: skip
-    blocks, columns, tiles = dims["blocks"], width // 8, 2
+    blocks, columns = dims["blocks"], width // 8
+    tiles = 1 if rows == 1 and columns == 1 else 2  # few blocks otherwise: 1.3 waves at K2.6
     _gate_up(k=hidden, columns=columns, tiles=tiles).launch(
         (inner // (8 * tiles), blocks),
         x_permuted, block_expert, block_slot, gate_up_qw, gate_up_sc, top_k, inner, padded(inner),

@@ -51,6 +51,7 @@ from engine.ptx import (
     f32_to_bits,
     fence_async,
     fma,
+    has_wgmma,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     load_global_v4,
@@ -195,6 +196,33 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         steps = [(s * 32, s * 16 * CHUNK_BYTES) for s in range(TILE // 16)]
         mix_tile = wgmma_bf16(8 * VALUE_TILES, steps, accumulate=True, transposed=True)
 
+    @function
+    def look_up(
+        slots, tile, copy_row, length, path, page_table, first_page, prefix, page_shift
+    ):  # fmt: skip
+        """Cache slots of the keys of a tile that this thread copies."""
+        for i in static_range(KEYS_A_THREAD):
+            at = u32(u32(tile << u32(6)) + u32(copy_row + u32(i * ROWS_A_PASS)))
+            slots[i] = u32(NO_SLOT)
+            if at < length:
+                slots[i] = _slot_of(path, page_table, first_page, prefix, page_shift, at)
+
+    @function
+    def fetch(place, cache_from, unit, slots):
+        """Start this thread's copies of a tile."""
+        for i in static_range(KEYS_A_THREAD):
+            taken = u32(16) if slots[i] != u32(NO_SLOT) else u32(0)
+            slot = u64(slots[i]) if slots[i] != u32(NO_SLOT) else u64(0)
+            source = u64(cache_from + u64(slot * u64(2 * WIDTH)))
+            for c in static_range(CHUNKS):
+                if u32(unit + u32(8 * c)) < u32(UNITS):
+                    cp_async_16_zfill(
+                        u32(place + u32(c * K_CHUNK + i * ROWS_A_PASS * CHUNK_BYTES)),
+                        u64(source + u64(c * CHUNK_BYTES)),
+                        taken,
+                    )
+        cp_async_commit()
+
     @kernel(
         threads=THREADS,
         registers=255,
@@ -288,37 +316,23 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         low_sum, high_sum = f32(0), f32(0)
         slots = cuda.local.array(KEYS_A_THREAD, u32)  # of this thread's keys in the next tile
         first_page = u32(request * max_pages)
-        for i in static_range(KEYS_A_THREAD):
-            at = u32(u32(first << u32(6)) + u32(copy_row + u32(i * ROWS_A_PASS)))
-            slots[i] = u32(NO_SLOT)
-            if at < length:
-                slots[i] = _slot_of(path, page_table, first_page, prefix, page_shift, at)
+        look_up(
+            slots, first, copy_row, length, path, page_table, first_page, prefix, page_shift
+        )  # fmt: skip
         turn = first
         while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
             wait_for_tile()
             if wgmma:
                 fence_async()
             cuda.syncthreads()
-            if turn < last:
-                place = u32(shared + copy_to + u32(u32(turn & u32(1)) * u32(K_BYTES)) + u32(K_AT))
-                for i in static_range(KEYS_A_THREAD):
-                    taken = u32(16) if slots[i] != u32(NO_SLOT) else u32(0)
-                    slot = u64(slots[i]) if slots[i] != u32(NO_SLOT) else u64(0)
-                    source = u64(cache_from + u64(slot * u64(2 * WIDTH)))
-                    for c in static_range(CHUNKS):
-                        if u32(unit + u32(8 * c)) < u32(UNITS):
-                            cp_async_16_zfill(
-                                u32(place + u32(c * K_CHUNK + i * ROWS_A_PASS * CHUNK_BYTES)),
-                                u64(source + u64(c * CHUNK_BYTES)),
-                                taken,
-                            )
-                cp_async_commit()
-                for i in static_range(KEYS_A_THREAD):
-                    at = u32(u32(u32(turn + u32(1)) << u32(6)) + copy_row)
-                    at = u32(at + u32(i * ROWS_A_PASS))
-                    slots[i] = u32(NO_SLOT)
-                    if at < length:
-                        slots[i] = _slot_of(path, page_table, first_page, prefix, page_shift, at)
+            place = u32(shared + copy_to + u32(u32(turn & u32(1)) * u32(K_BYTES)) + u32(K_AT))
+            if not wgmma:
+                if turn < last:
+                    fetch(place, cache_from, unit, slots)
+                    look_up(
+                        slots, u32(turn + u32(1)), copy_row, length, path, page_table, first_page,
+                        prefix, page_shift,
+                    )  # fmt: skip
             if turn > first:
                 keys = u32(shared + u32(u32(u32(turn - u32(1)) & u32(1)) * u32(K_BYTES)))
                 keys = u32(keys + u32(K_AT))
@@ -403,7 +417,14 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                 if wgmma:
                     fence_async()
                 cuda.syncthreads()
-
+            if wgmma:  # the fence of the probabilities would wait for these copies
+                if turn < last:
+                    fetch(place, cache_from, unit, slots)
+                    look_up(
+                        slots, u32(turn + u32(1)), copy_row, length, path, page_table, first_page,
+                        prefix, page_shift,
+                    )  # fmt: skip
+            if turn > first:
                 if wgmma:
                     its_values = u32(keys + u32(column_warp * u32(VALUE_TILES // 8 * K_CHUNK)))
                     sums = mix_tile(
@@ -640,16 +661,6 @@ def _fold(*, bf16: bool):
 
 
 @cache
-def _has_wgmma() -> bool:
-    """Hopper alone has it; the GPUs of a machine are taken to be alike."""
-    if SIMULATED:
-        return True
-    from cuda.core import Device
-
-    return Device().compute_capability[0] == 9
-
-
-@cache
 def _shared_limit() -> int:
     """Bytes of shared memory that a block may have: 227 KB on sm_90 and sm_100, 99 KB on sm_120."""
     if SIMULATED:
@@ -751,7 +762,7 @@ def tree_verify_mla_heads(
             )
         # Nothing says that wgmma adds up as mma.sync does, so the model's heads decide.
         variant = {"heads_tile": 16 if of_heads <= 16 else 32 if of_heads <= 32 else 64}
-        if of_heads > 32 and rank == 512 and _has_wgmma():
+        if of_heads > 32 and rank == 512 and has_wgmma():
             variant["wgmma"] = True
         attention = _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank)
         if attention.dynamic_shared > _shared_limit():
