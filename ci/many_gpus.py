@@ -38,7 +38,7 @@ from harness import devices, golden, merge, report, spec, stages  # noqa: E402
 
 TARGETS = {"9.0": "sm_90a", "10.0": "sm_100", "12.0": "sm_120"}
 PREPARE_SHARE = 0.4  # of the budget, at most
-LAST_S = 20.0  # to write everything
+LAST_S = 30.0  # to write everything
 HOLD_S = 60.0  # for the replacement of a killed worker
 POLL_S = 0.005
 CASES_A_WORKER = 60  # of the run in which one is killed: it takes seconds to replace it
@@ -132,6 +132,7 @@ class Runs:
         self.started = time.monotonic()
         self.sampler = Sampler()
         self.legs: list[Leg] = []
+        self.processes: list[Any] = []
         self.steps: dict[str, float] = {}
         self.kill: dict[str, Any] = {}
         self.ranks: list[dict[str, Any]] = []
@@ -226,9 +227,12 @@ class Runs:
             command.append("--receipt")
         visible = {devices.VISIBLE: ",".join(leg.gpus), **environ}
         with (folder / "log.txt").open("w") as log:
-            return subprocess.Popen(
-                command, env={**os.environ, **visible}, stdout=log, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen(
+                command, env={**os.environ, **visible}, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.processes.append(process)
+        return process
 
     def finish(self, leg: Leg, process: Any, since: float, end: float) -> None:
         leg.seconds, leg.done = end - since, process.returncode in (0, 1)
@@ -471,13 +475,13 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _interrupt(process: Any) -> None:
-    """As Ctrl-C does: the gate writes the report of what it has."""
+    """End the gate, which ends its cases and writes the report of what it has."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.wait(0.75 * LAST_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -555,6 +559,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs.all()
     finally:
+        for process in runs.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         runs.sampler.close()
         code = runs.write()
     return code
