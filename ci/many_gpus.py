@@ -4,9 +4,10 @@
     python -m ci.many_gpus --gpus 2 --budget 400 --subset rms_norm --subset moe_w4a16
 
 In this order, as far as --budget lasts: compile for these GPUs and make goldens, on all cores; the
-gate on each GPU alone, all at once; on 2, 4, .. and all GPUs; a worker killed in the middle of a
-case; a K2.6 layer split over 1, 2, 4, .. GPUs. With --subset the runs that are compared take these
-specs alone, and the whole gate runs once, last, on all GPUs. Cases for k GPUs run where k are.
+gate on each GPU alone, all at once; on 2, 4, .. and all GPUs, there with receipts; a worker killed
+in the middle of a case; a K2.6 layer split over 1, 2, 4, .. GPUs. With --subset the runs that are
+compared take these specs alone, and the whole gate runs once, first, on all GPUs. Cases for k GPUs
+run where k are.
 
 Written to --out: many-gpus.json, many-gpus.md, and report and log of each run. Exit 0 if every
 verdict is a pass but that of the killed case, no bits differ, and nothing was left out.
@@ -38,6 +39,7 @@ from harness import devices, golden, merge, report, spec, stages  # noqa: E402
 
 TARGETS = {"9.0": "sm_90a", "10.0": "sm_100", "12.0": "sm_120"}
 PREPARE_SHARE = 0.4  # of the budget, at most
+WHOLE_SHARE = 0.6  # of what is left, where the whole gate comes first
 LAST_S = 30.0  # to write everything
 HOLD_S = 60.0  # for the replacement of a killed worker
 POLL_S = 0.005
@@ -147,15 +149,16 @@ class Runs:
     def all(self) -> None:
         gpus, subset = self.gpus, self.asked.subset
         self.prepare()
+        if subset:  # first, for its receipts
+            self.together([Leg("whole", gpus)], [], receipt=True, share=WHOLE_SHARE)
         alone = gpus if self.asked.alone is None else gpus[: self.asked.alone]
         if alone:
             self.together([Leg(f"alone-{i}", [gpu]) for i, gpu in enumerate(alone)], subset)
         for count in self.asked.on or _doubling(len(gpus))[1:]:
-            self.together([Leg(f"on-{count}", gpus[:count])], subset)
+            last = count == len(gpus) and not subset
+            self.together([Leg(f"on-{count}", gpus[:count])], subset, receipt=last)
         self.killed()
         self.split()
-        if subset:
-            self.together([Leg("whole", gpus)], [], receipt=True)
         self.sampler.close()
 
     # -- before the first run
@@ -193,9 +196,17 @@ class Runs:
 
     # -- the gate
 
-    def together(self, legs: Sequence[Leg], names: Sequence[str], *, receipt: bool = False) -> None:
-        """Run the legs at once, until they are done or the budget is."""
+    def together(
+        self,
+        legs: Sequence[Leg],
+        names: Sequence[str],
+        *,
+        receipt: bool = False,
+        share: float = 1.0,
+    ) -> None:
+        """Run the legs at once, until they are done or this share of what is left of the budget."""
         since = time.monotonic()
+        until = since + share * max(0.0, self.left() - LAST_S)
         workers = self.asked.workers if receipt else "auto"
         running = [(leg, self.start(leg, names, receipt, workers)) for leg in legs]
         ends: dict[str, float] = {}
@@ -203,9 +214,9 @@ class Runs:
             for leg, process in running:
                 if process.poll() is not None:
                     ends.setdefault(leg.name, time.monotonic())
-            if self.left() < LAST_S:
+            if time.monotonic() > until:
                 for leg, process in running:
-                    if leg.name not in ends:
+                    if leg.name not in ends and process.poll() is None:
                         self.problems.append(f"{leg.name} was interrupted: the budget is spent")
                         _interrupt(process)
             time.sleep(0.05)
@@ -540,7 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--workers", default="auto", metavar="N",
-        help="of the whole gate that follows --subset: more than GPUs make goldens meanwhile",
+        help="of the run with receipts; with more than GPUs, goldens are made meanwhile",
     )  # fmt: skip
     parser.add_argument(
         "--compiled", action="store_true", help="the cubins are in the cache (KDTR_CACHE)"
