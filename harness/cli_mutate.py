@@ -48,6 +48,7 @@ def mutate(
     survives and nobody says why, none was killed, or one that was dead lives again.
     """
     from harness import devices, mutate, stages
+    from harness.spec import STAGES
 
     root = Path.cwd()
     if workers != "auto" and not (workers.isdigit() and int(workers)):
@@ -63,7 +64,7 @@ def mutate(
     if asked.broken:
         fail("\n".join(str(error) for error in asked.broken), 1)
     chosen = list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
-    chosen.sort(key=lambda s: s.id)
+    chosen.sort(key=lambda s: (-STAGES.index(s.stage), s.id))  # whole passes take longest
     if stale:
         chosen = [s for s in chosen if mutate.is_stale(root, s)]
     count = int(workers) if workers != "auto" else devices.cores() if not choice.gpus else 1

@@ -372,8 +372,7 @@ class _Operators:
             value = node.args[2] if name == "store" else node.args[1]
             step = _STEPS.get(name.rpartition("_")[2], 1)  # bytes from an address, or elements
             yield self.replace("shifted store", place, f"({self.text(place)}) + {step}", said=node)
-            text = self.text(value)
-            yield self.replace("constant output", value, f"({text}) - ({text})", said=node)
+            yield from self.zeroed(value, node)
 
     def stored(self, node: ast.Assign) -> Iterator[_Edit]:
         target = node.targets[0]
@@ -383,9 +382,15 @@ class _Operators:
             and isinstance(target.value, ast.Name)
             and target.value.id in outputs
         ):
-            at, value = self.text(target.slice), self.text(node.value)
+            at = self.text(target.slice)
             yield self.replace("shifted store", target.slice, f"({at}) + 1", said=node)
-            yield self.replace("constant output", node.value, f"({value}) - ({value})", said=node)
+            yield from self.zeroed(node.value, node)
+
+    def zeroed(self, value: ast.expr, statement: ast.AST) -> Iterator[_Edit]:
+        """Zero of the value's own type: NaN less NaN would be no change."""
+        text = self.text(value)
+        if "nan" not in text.lower() and "inf" not in text.lower():
+            yield self.replace("constant output", value, f"({text}) - ({text})", said=statement)
 
     def input_changed(self, node: ast.FunctionDef) -> Iterator[_Edit]:
         inputs = [
