@@ -83,8 +83,9 @@ def decode_of_rank(
     times: dict[str, float] = {}
     tell = None if group.rank else lambda *what: group.tell(what)
     weights, config = _opened(model)
+    own = _drafter(drafter, weights, config)
     runs = decode(
-        weights, config, prompts, drafter, group=group, times=times, on_token=tell, **settings
+        weights, config, prompts, own, group=group, times=times, on_token=tell, **settings
     )
     return (None if group.rank else runs), digest(runs), times
 

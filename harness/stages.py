@@ -226,7 +226,7 @@ class Gate:
         command += ["-n", str(workers)]
         if workers:
             command += ["--dist", "load", "--maxschedchunk", "1"]
-        code = self.wait(command)
+        code = self.wait(command, max(1, devices.cores() // max(1, workers)))
         try:
             found = merge.read(folder)
         except merge.MergeError:
@@ -248,11 +248,18 @@ class Gate:
             return min(devices.Leases(self.choice.gpus, gpus).workers(), cases)
         return min(devices.cores(), cases)
 
-    def wait(self, command: Sequence[str]) -> int:
-        """Run pytest and pass on an interrupt, so that it can write what it has."""
+    def wait(self, command: Sequence[str], threads: int) -> int:
+        """Run pytest and pass on an interrupt, so that it can write what it has.
+
+        Each worker's BLAS gets `threads`, unless the caller has said how many: left alone it takes
+        as many as there are cores, in every worker.
+        """
         # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        process = subprocess.Popen(command, cwd=self.root, preexec_fn=_tied_to(os.getpid()))
+        environ = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        process = subprocess.Popen(
+            command, cwd=self.root, env=environ, preexec_fn=_tied_to(os.getpid())
+        )
         before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
         try:
             while True:

@@ -35,7 +35,8 @@ RANKS = """
 import numpy as np
 from engine.decode import decode
 from engine.dflash import DFlash
-from engine.ranks import decode_in_turns
+from engine.parallel import in_turns
+from engine.ranks import decode_in_turns, decode_of_rank
 from goldens import bundles
 
 name = "micro-fp32-dflash"
@@ -47,6 +48,11 @@ assert one.tokens == two.tokens
 assert np.array_equal(one.logits, two.logits)
 for mine, its in zip(one.rounds, two.rounds, strict=True):
     assert np.array_equal(mine.tokens, its.tokens)  # the drafts are the same bits too
+
+# as a process of its own does it: --tp 2
+model, settings = (weights, config), settings | {"max_new": 1}
+((runs, _, _),) = in_turns(1, lambda g: decode_of_rank(g, model, [[5, 6]], "dflash", settings))
+assert runs[0].tokens == one.tokens[:1]
 """
 
 
