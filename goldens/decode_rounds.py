@@ -2,7 +2,7 @@
 
 tokens are the numpy loop's, one at a time. differs: elements of tokens, logits and cache whose bits
 the two ways tell apart; stale: of the cache and a fresh prefill of the same text; waits: for the
-device beyond one a round; memory: calls and bytes since start-up. All of them are zero.
+device beyond one a round; memory: calls since start-up. All of them are zero.
 """
 
 from collections.abc import Mapping
