@@ -235,8 +235,8 @@ def measure(chosen: list[str], root: Path, report: Path) -> tuple[list[Row], int
     out = report / "bench.jsonl"  # a row as soon as it is there, for whoever ends the run early
     out.unlink(missing_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    environment = {
-        **os.environ,
+    environment = {  # under PYTEST_XDIST_* pytest-benchmark would take itself for disabled
+        **{name: v for name, v in os.environ.items() if not name.startswith("PYTEST_XDIST")},
         SELECTION: json.dumps({"cases": chosen, "out": str(out)}),
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "NUMBA_ENABLE_CUDASIM": "0",

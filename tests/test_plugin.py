@@ -187,7 +187,9 @@ def test_auto_is_a_worker_a_gpu_and_each_has_its_own(project):
 def test_the_replacement_of_a_dead_worker_gets_its_gpu(project):
     project.environ["KDTR_FAKE_GPUS"] = "GPU-a,GPU-b"
     project.write("die", "")
-    project.spec("twice", cases=twelve())
+    sizes = [6, 6, 5, *9 * [4]]  # larger ones come first, and 5 dies: there is work left
+    cases = [f"c{i:02} = {{ n = {n}, sim = true }}\n" for i, n in enumerate(sizes)]
+    project.spec("twice", cases="".join(cases))
     arguments = "-n 2 --maxschedchunk 1 --kernel mine.twice:tells --kdtr-report out"
     project.pytest(*arguments.split())
     launches = told(project)
@@ -237,7 +239,7 @@ def test_the_longest_of_an_earlier_run_come_first(project):
     done = project.pytest(*"-n 1 --kernel mine.twice:tells".split())
     assert done.returncode == 0
     order = list(dict.fromkeys(n for _, _, n in told(project)))
-    assert order == ["5", "33", "4"]  # never seen before comes first
+    assert order == ["33", "4", "5"]  # what was never seen before goes by its size
 
 
 def test_a_turn_on_a_shared_gpu_begins_where_the_device_is_used(tmp_path, monkeypatch):
