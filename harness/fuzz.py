@@ -414,10 +414,10 @@ class Fuzz:
             threading.Thread(target=self.serve, args=(jobs, done, stop))
             for _ in range(min(self.workers, len(self.jobs)))
         ]
-        for thread in threads:
-            thread.start()
         outcomes: list[Outcome] = []
         try:
+            for thread in threads:
+                thread.start()
             while len(outcomes) < len(self.jobs):
                 one = done.get()
                 if isinstance(one, BaseException):
@@ -430,7 +430,8 @@ class Fuzz:
                 for worker in self.alive:
                     worker.process.kill()
             for thread in threads:
-                thread.join()
+                if thread.ident:
+                    thread.join()
             self.leases.close()
         return outcomes
 
@@ -454,6 +455,8 @@ class Fuzz:
                     worker = _Worker(self.root, environ)
                     with self.lock:
                         self.alive.append(worker)
+                    if stop.is_set():  # while it started: nobody saw it in `alive`
+                        return
                 crowded = self.workers > len(self.choice.gpus)
                 shared = lease.visible if lease and crowded else ""
                 outcome = worker.explore({**job, "shared": shared})

@@ -3,16 +3,18 @@
 import ast
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 from throwaway import Project
 
-from harness import golden, manifest, spec
+from harness import devices, fuzz, golden, manifest, spec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -250,6 +252,28 @@ def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.split())
+
+
+def test_a_fuzz_worker_that_starts_while_the_run_ends_is_ended(tmp_path, monkeypatch):
+    stop, jobs, done = threading.Event(), queue.SimpleQueue(), queue.SimpleQueue()
+    jobs.put({"path": "x.toml", "device": "sim", "seed": 0})
+    seen = []
+
+    class Late:
+        def __init__(self, *_):
+            stop.set()
+
+        def explore(self, job):
+            seen.append(job)
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setattr(fuzz, "_Worker", Late)
+    run = fuzz.Fuzz(tmp_path, devices.Choice("sim", [], ""), [], 1, devices.Leases([], 1))
+    run.serve(jobs, done, stop)
+    assert seen == ["closed"]
+    assert done.empty()
 
 
 # -- the cache of machine code ---------------------------------------------------------------------
