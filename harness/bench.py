@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from harness import bench_compare, bench_report, spec
+from harness import bench_compare, bench_report, console, devices, spec
 from harness.bench_clock import Ceiling
 from harness.report import replace_file
 
@@ -145,20 +145,14 @@ KEPT = ("share", "time_us", "floor_us", "limit", "gpu", "peers")  # of a row, in
 
 # -- the command -----------------------------------------------------------------------------------
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer()
 
 
 @app.command()
 def bench(
-    names: Annotated[
-        list[str] | None, typer.Option("--spec", metavar="NAME", help="Only this spec. Repeatable.")
-    ] = None,
-    cases: Annotated[
-        list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case. Repeatable.")
-    ] = None,
-    report: Annotated[
-        Path, typer.Option("--report", metavar="DIR", help="Where tables and plots go.")
-    ] = Path("report"),
+    names: console.Specs = None,
+    cases: console.Cases = None,
+    report: console.Folder = Path("report"),
     record: Annotated[
         bool, typer.Option("--record", help="Make these the baseline, ci/baselines/GPU.json.")
     ] = False,
@@ -171,8 +165,11 @@ def bench(
     every = selection([], [])
     chosen = selection(names or [], cases or [])
     if not chosen:
-        typer.echo("kdtr bench: no case with bench = true is called that", err=True)
-        raise typer.Exit(2)
+        console.fail("no case with bench = true is called that")
+    try:
+        devices.choose("cuda")
+    except devices.DeviceError as error:
+        console.fail(f"cases are timed on a GPU: {str(error).removeprefix('--device cuda: ')}")
     if compare:
         raise typer.Exit(bench_compare.compare(chosen, compare, typer.echo, IMPOSSIBLE))
     rows, code = measure(chosen, Path.cwd(), report)
@@ -288,7 +285,6 @@ def _goldens_ahead(chosen: list[str], root: Path, environment: dict[str, str]) -
 
 def show(rows: list[Row]) -> None:
     """The table: time, floor, share, peers, verdict."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -309,9 +305,6 @@ def show(rows: list[Row]) -> None:
             each.verdict,
             each.note,
         )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(table)
+    console.show(table)
     if rows:
-        console.print(f"{len(rows)} cases on {rows[0].gpu} ({rows[0].uuid})")
+        console.show(f"{len(rows)} cases on {rows[0].gpu} ({rows[0].uuid})")

@@ -12,20 +12,23 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from harness import console
+from harness.console import Device, fail, say, show
 
 # Commands that live elsewhere: name, "module:attribute", help. A module that is not there takes
 # its own command away and no other.
 ELSEWHERE = (
     ("bench", "harness.bench:app", "Time cases with bench = true against floor and baseline."),
     ("mutate", "harness.cli_mutate:app", "Plant faults in kernels: the specs must catch them."),
-    ("fuzz", "harness.fuzz:app", "Draw cases inside the specs' [fuzz] ranges and judge them."),
+    ("fuzz", "harness.cli_fuzz:app", "Draw cases inside the specs' [fuzz] ranges and judge them."),
     ("bundle", "harness.cli_bundle:app", "Make, look into and check .kdtr bundles."),
     ("import", "harness.cli_bundle:app", "Make a bundle of a public checkpoint."),
-    ("quant", "harness.cli_bundle:app", "Choose a 4-bit scheme on evidence."),
-    ("forward", "harness.cli_bundle:app", "Run a bundle's model over a prompt and a tree."),
+    ("quant", "harness.cli_quant:app", "Choose a 4-bit scheme on evidence."),
+    ("forward", "harness.cli_forward:app", "Run a bundle's model over a prompt and a tree."),
     ("decode", "harness.cli_decode:app", "Decode with tree speculation."),
 )
 
@@ -33,18 +36,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # brackets in a help text are brackets
     help="Judge GPU kernels against numpy goldens: a spec, an oracle, a verdict for each case.",
 )
 golden_app = typer.Typer(no_args_is_help=True, help="Goldens against their manifest.")
 report_app = typer.Typer(no_args_is_help=True, help="Reports of earlier runs.")
 app.add_typer(golden_app, name="golden")
 app.add_typer(report_app, name="report")
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cuda = "cuda"
-    sim = "sim"
 
 
 class Stage(StrEnum):
@@ -99,26 +97,6 @@ def mount(name: str, target: str, text: str) -> None:
     app.add_typer(theirs, name=name, help=text)
 
 
-def fail(error: object, code: int = 2) -> NoReturn:
-    """Say what is wrong on stderr and leave: 2 for a call that cannot be served, 1 for a gate."""
-    print(f"kdtr: {error}", file=sys.stderr)
-    raise typer.Exit(code)
-
-
-def show(renderable: object) -> None:
-    """Print something of rich's, wide enough where the output is a file."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    console.print(renderable)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 # -- gate ------------------------------------------------------------------------------------------
 
 
@@ -126,35 +104,16 @@ def say(line: str) -> None:
 def gate(
     stage: Annotated[
         list[Stage] | None,
-        typer.Option(  # named: typer 0.27 takes the name of an enum's option from its metavar
+        typer.Option(
             "--stage", metavar="STAGE", help="golden, kernel, layer, model or decode. Repeatable."
         ),
     ] = None,
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
-    ] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this case. Repeatable.")
-    ] = None,
-    kernel: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Judge this launcher in place of the spec's own."
-        ),
-    ] = None,
-    device: Annotated[
-        Device,
-        typer.Option(
-            metavar="auto|cuda|sim", help="auto: the GPUs if they are usable, else the simulator."
-        ),
-    ] = Device.auto,
-    workers: Annotated[
-        str, typer.Option("-n", metavar="N", help="Worker processes. auto: one a GPU, or a core.")
-    ] = "auto",
-    report: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where report.json and report.html go.")
-    ] = Path("report"),
+    spec: console.Specs = None,
+    case: console.Cases = None,
+    kernel: console.Kernel = None,
+    device: console.OnDevice = Device.auto,
+    workers: console.Workers = "auto",
+    report: console.Folder = Path("report"),
     receipt: Annotated[
         bool, typer.Option("--receipt", help="Write ci/receipts/GPU.json; needs a real GPU.")
     ] = False,
@@ -171,9 +130,7 @@ def gate(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on with later stages after one failed.")
     ] = False,
-    lease_wait: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to wait for GPUs that other runs hold.")
-    ] = 600.0,
+    lease_wait: console.LeaseWait = 600.0,
 ) -> None:
     """Judge kernels. Exit 0 only if every case that was asked for ran and passed.
 
@@ -185,10 +142,8 @@ def gate(
 
     root = Path.cwd()
     chosen = [s for s in STAGES if not stage or s in [one.value for one in stage]]
-    if workers != "auto" and not workers.isdigit():
-        fail(f"-n takes a number or auto, got {workers!r}")
-    if kernel and len(spec or []) != 1:
-        fail("--kernel stands in for the kernel of one spec: say which with --spec NAME")
+    count = console.worker_count(workers, least=0)
+    console.one_spec(kernel, spec)
     if kernel and (missing := stages.missing_module(kernel)):
         fail(missing)
     narrowing = {"stages": chosen, "names": spec or [], "cases": case or []}
@@ -218,7 +173,7 @@ def gate(
         asked=asked,
         choice=choice,
         device=device.value,
-        workers=workers,
+        workers=count,
         kernel=kernel,
         shard=part,
         lease_wait=lease_wait,
@@ -319,7 +274,7 @@ def doctor() -> None:
     add_help_option=False,
 )
 def compile_(context: typer.Context) -> None:
-    """Compile every kernel to SASS for every architecture; needs no GPU."""
+    """Compile every kernel to SASS, for three architectures and without a GPU."""
     from harness import devices
 
     if not devices.toolkit() and "--help" not in context.args:

@@ -22,9 +22,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from harness.cli_bundle import columns, fail, ids, listing, open_bundle, row, say, show
+from harness.cli_bundle import BundlePath, listing, open_bundle
+from harness.console import columns, fail, ids, row, say, show
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer()
 
 MEASURE = "measure"  # of --costs
 ONCE = ("load", "prefill")  # stages before the first round
@@ -65,7 +66,7 @@ class Run:
 
 @app.command("decode")
 def decode(
-    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A .kdtr file.")],
+    path: BundlePath,
     prompt_tokens: Annotated[
         list[str] | None,
         typer.Option(metavar="IDS", help="A prompt, like 3,4,5. Repeatable: a batch."),
@@ -130,17 +131,17 @@ def decode(
     prompts = [ids(each, "--prompt-tokens") for each in prompt_tokens or ()]
     prompts += [list(each.encode()) for each in text or ()]
     if not prompts:
-        fail("give a prompt: --prompt-tokens 3,4,5 or --text TEXT", 2)
+        fail("give a prompt: --prompt-tokens 3,4,5 or --text TEXT")
     chances = numbers(accuracy, "--accuracy")
     opened = open_bundle(path)
     vocabulary = opened.config["vocab_size"]
     for token in [token for prompt in prompts for token in prompt]:
         if not 0 <= token < vocabulary:
-            fail(f"token {token} is not one of the {vocabulary} of {path}", 2)
+            fail(f"token {token} is not one of the {vocabulary} of {path}")
     curve = None if costs in (None, MEASURE) else cost_curve(costs or "", budget)
     where = chosen(device, tp)
     if costs == MEASURE and not where.engine:
-        fail("--costs measure times the engine: --device cuda or sim", 2)
+        fail("--costs measure times the engine: --device cuda or sim")
     settings: dict[str, Any] = {
         "max_new": max_new,
         "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
@@ -178,7 +179,7 @@ def decode(
     except typer.Exit:  # a RuntimeError too
         raise
     except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
-        fail(error)
+        fail(error, 1)
     print(flush=True)
     summary(done, len(prompts))
     if compare and alone is not None and not same(done.requests, alone.requests):
@@ -198,7 +199,7 @@ class Place:
 def chosen(device: Device, ranks: int | None) -> Place:
     """Choose once, before anything loads numba."""
     if ranks is not None and (ranks < 1 or device is Device.reference):
-        fail(f"--tp {ranks} on {device.value}: it takes 1 or more, and splits the engine alone", 2)
+        fail(f"--tp {ranks} on {device.value}: it takes 1 or more, and splits the engine alone")
     if device is Device.auto:
         devices = importlib.import_module("harness.devices")
         try:
@@ -243,7 +244,7 @@ def numbers(text: str, what: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        fail(f"{what}: expected numbers with commas between, like 0.5,0.3, got {text!r}", 2)
+        fail(f"{what}: expected numbers with commas between, like 0.5,0.3, got {text!r}")
 
 
 def cost_curve(text: str, budget: int) -> np.ndarray:
@@ -252,9 +253,9 @@ def cost_curve(text: str, budget: int) -> np.ndarray:
         points = sorted(tuple(map(float, part.split(":"))) for part in text.split(","))
         nodes, costs = zip(*points, strict=True)
     except ValueError:
-        fail(f"--costs: expected NODES:TIME pairs like 0:1,16:1.2,64:2, got {text!r}", 2)
+        fail(f"--costs: expected NODES:TIME pairs like 0:1,16:1.2,64:2, got {text!r}")
     if nodes[0] != 0 or nodes[-1] < budget or min(costs) <= 0:
-        fail(f"--costs: need positive times for 0 to {budget} nodes, got {text!r}", 2)
+        fail(f"--costs: need positive times for 0 to {budget} nodes, got {text!r}")
     return np.interp(np.arange(budget + 1), nodes, costs)
 
 
@@ -289,7 +290,7 @@ def made(
 ) -> Any:
     """The drafter of that name for the loop of that place."""
     if length < 1:
-        fail(f"--length: expected 1 or more, got {length}", 2)
+        fail(f"--length: expected 1 or more, got {length}")
     drafters, vocabulary = importlib.import_module("goldens.drafters"), opened.config["vocab_size"]
     if drafter is Drafter.dflash:
         if where.ranks is not None:

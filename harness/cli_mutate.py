@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from harness.cli import Device, fail, say
+from harness import console
+from harness.console import Device, fail, say
 
 app = typer.Typer()
 
 
 @app.command()
 def mutate(
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
-    ] = None,
+    spec: console.Specs = None,
     device: Annotated[
         Device,
         typer.Option(
@@ -26,9 +24,7 @@ def mutate(
             help="sim makes certificates; cuda judges their mutants again on a GPU.",
         ),
     ] = Device.sim,
-    workers: Annotated[
-        str, typer.Option("-n", metavar="N", help="Processes. auto: one a core, on a GPU one.")
-    ] = "auto",
+    workers: console.Workers = "auto",
     check: Annotated[
         bool,
         typer.Option(
@@ -51,8 +47,7 @@ def mutate(
     from harness.spec import STAGES
 
     root = Path.cwd()
-    if workers != "auto" and not (workers.isdigit() and int(workers)):
-        fail(f"-n takes a number from 1 or auto, got {workers!r}")
+    count = console.worker_count(workers)
     if not 0 <= part <= 1:
         fail(f"--part takes a share from 0 to 1, got {part}")
     try:
@@ -67,7 +62,7 @@ def mutate(
     chosen.sort(key=lambda s: (-STAGES.index(s.stage), s.id))  # whole passes take longest
     if stale:
         chosen = [s for s in chosen if mutate.is_stale(root, s)]
-    count = int(workers) if workers != "auto" else devices.cores() if not choice.gpus else 1
+    count = count or (1 if choice.gpus else devices.cores())
     on_gpu = choice.device == "cuda"
     try:
         if check or on_gpu:

@@ -23,12 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from harness import devices, stages
-from harness.cli import Device, fail, say
+from harness import devices
 from harness.spec import Case, Range, Spec, load
 
 EXAMPLES = 12  # of each spec, if neither a number nor a time is asked for
@@ -38,8 +35,6 @@ GRACE_S = 30.0  # a worker that takes so much longer than two launches may is en
 BATCH = 9  # cases a run of hypothesis: it spends larger runs on variations of what it has drawn
 DRAWS = 1 << 16  # different random inputs for the same axes and options
 CONSTANT = "drawn by kdtr fuzz"
-
-app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @dataclass
@@ -474,117 +469,6 @@ class Fuzz:
         finally:
             if worker:
                 worker.close()
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-@app.command()
-def fuzz(
-    spec: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this spec, by its stem. Repeatable."),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=0, help="How long to draw in all, first cases not counted."),
-    ] = None,
-    examples: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"How many cases of each spec. {EXAMPLES} if neither is given."),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="None: from spec, oracle and kernel, so that other code gets other cases."
-        ),
-    ] = None,
-    kernel: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Judge this launcher, with one --spec."),
-    ] = None,
-    device: Annotated[
-        Device,
-        typer.Option(
-            metavar="auto|cuda|sim", help="auto: the GPUs if they are usable, else the simulator."
-        ),
-    ] = Device.auto,
-    workers: Annotated[
-        str, typer.Option("-n", metavar="N", help="Worker processes. auto: one a GPU, or a core.")
-    ] = "auto",
-    lease_wait: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to wait for GPUs that other runs hold.")
-    ] = devices.LEASE_WAIT_S,
-) -> None:
-    """Draw cases inside the specs' [fuzz] ranges and judge them as the gate does.
-
-    A case that fails is made smaller and printed as a line for the spec's [cases]. Exit 0 only if
-    every spec was judged at least once and no case failed.
-    """
-    from harness import sources
-
-    if seconds is not None and examples is not None:
-        fail("--seconds or --examples, not both")
-    if workers != "auto" and (not workers.isdigit() or workers == "0"):
-        fail(f"-n takes a number or auto, got {workers!r}")
-    if kernel and len(spec or []) != 1:
-        fail("--kernel stands in for the kernel of one spec: say which with --spec NAME")
-    try:
-        choice = devices.choose(device.value)
-        loaded = stages.load_specs(Path.cwd())
-        asked = stages.select(loaded, choice, names=spec or ())
-    except (LookupError, devices.DeviceError) as error:
-        fail(error)
-    if asked.broken:
-        fail("\n".join(str(error) for error in asked.broken), 1)
-    stems = {s.stem: s for s, _ in asked.here + asked.elsewhere}
-    chosen = [s for s in stems.values() if s.fuzz]
-    if not chosen:
-        fail("no spec has a [fuzz] table here (specs/README.md)")
-    without = len(stems) - len(chosen)
-    leases = devices.Leases(choice.gpus, wait_s=lease_wait)
-    count = int(workers) if workers != "auto" else leases.workers() if choice.gpus else None
-    count = count or devices.cores()
-    each = None if seconds is None else seconds * min(count, len(chosen)) / len(chosen)
-    jobs = [
-        {
-            "path": str(one.path),
-            "device": choice.device,
-            "seed": number(sources.digest(one, kernel=kernel)) >> 32 if seed is None else seed,
-            "seconds": each,
-            "examples": EXAMPLES if seconds is None and examples is None else examples,
-            "kernel": kernel,
-        }
-        for one in chosen
-    ]
-    say(f"device: {choice.device} ({choice.why}); {len(chosen)} specs, {without} without [fuzz]")
-    outcomes: list[Outcome] = []
-
-    def show(one: Outcome) -> None:
-        outcomes.append(one)
-        drawn = "; ".join(f"{name} {text}" for name, text in one.seen.items())
-        refused = f", {one.refused} unsupported" if one.refused else ""
-        mark = "" if one.ok else "FAILED " if one.case or one.text else "NOTHING JUDGED "
-        say(f"{mark}{one.spec}: {one.judged} judged{refused}, {one.seconds:.1f} s; {drawn}")
-
-    try:
-        Fuzz(Path.cwd(), choice, jobs, count, leases).run(show)
-    except KeyboardInterrupt:
-        say(f"interrupted: {len(chosen) - len(outcomes)} specs were not explored to the end")
-    except devices.DeviceError as error:
-        say(f"FAILED {error}")
-    for one in outcomes:
-        if one.case or one.text:
-            say(f"\n{one.text}\n  again   {one.again}")
-            say(
-                f"\nfor [cases] of specs/{one.spec}.toml, under the name of the hazard:\n{one.case}"
-            )
-    judged, refused = (sum(getattr(o, name) for o in outcomes) for name in ("judged", "refused"))
-    bad = [o.spec for o in outcomes if not o.ok]
-    say(
-        f"\n{judged} cases of {len(outcomes)} specs, {refused} unsupported, {len(bad)} specs failed"
-    )
-    raise typer.Exit(130 if len(outcomes) < len(chosen) else 1 if bad else 0)
 
 
 if __name__ == "__main__":

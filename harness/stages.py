@@ -140,7 +140,7 @@ class Gate:
     asked: Asked
     choice: devices.Choice
     device: str = "auto"  # as asked for
-    workers: str = "auto"
+    workers: int | None = None  # None: as many as GPUs can be leased, or cores
     kernel: str | None = None
     shard: tuple[int, int] | None = None
     lease_wait: float = devices.LEASE_WAIT_S
@@ -242,8 +242,8 @@ class Gate:
 
     def count(self, gpus: int, cases: int) -> int:
         """How many workers: never more than there are cases."""
-        if self.workers != "auto":
-            return min(int(self.workers), cases)
+        if self.workers is not None:
+            return min(self.workers, cases)
         if self.choice.gpus:
             return min(devices.Leases(self.choice.gpus, gpus).workers(), cases)
         return min(devices.cores(), cases)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from harness import bench, bench_case, bench_clock, bench_compare, bench_report, peers
+from harness import bench, bench_case, bench_clock, bench_compare, bench_report, devices, peers
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = bench.Row(
@@ -373,6 +373,7 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(devices.FAKE, "GPU-0")
     return tmp_path
 
 
@@ -452,6 +453,14 @@ def test_only_cases_with_bench_are_timed(checkout):
 
 def test_nothing_to_time_is_an_error(checkout, monkeypatch):
     assert bench_command(monkeypatch, [], "--spec", "nothing").exit_code == 2
+
+
+def test_a_machine_without_a_gpu_is_told_so(checkout, monkeypatch):
+    monkeypatch.delenv(devices.FAKE)
+    monkeypatch.setattr(devices, "survey", lambda environ: devices.Machine(problem="no driver"))
+    done = bench_command(monkeypatch, [row()])
+    assert done.exit_code == 2
+    assert "cases are timed on a GPU: no driver" in done.output
 
 
 def test_no_rows_is_a_failure(checkout, monkeypatch):

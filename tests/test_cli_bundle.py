@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from engine import bundle
 from goldens import bundles
 from goldens.forward import forward
-from harness import cli_bundle
+from harness import cli_bundle, cli_forward, cli_quant
 
 ROOT = Path(__file__).parents[1]
 PINNED = ROOT / "goldens" / "pinned"
@@ -24,7 +24,9 @@ PINNED = ROOT / "goldens" / "pinned"
 
 def kdtr(*arguments: object, code: int = 0) -> str:
     """Standard output; standard error where the exit code is not 0."""
-    result = CliRunner().invoke(cli_bundle.app, [str(each) for each in arguments])
+    command, *rest = map(str, arguments)
+    app = {"forward": cli_forward.app, "quant": cli_quant.app}.get(command, cli_bundle.app)
+    result = CliRunner().invoke(app, rest if app is not cli_bundle.app else [command, *rest])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -330,7 +332,7 @@ def test_sweep_calls_that_make_no_sense(made, tmp_path):
 def test_a_star_is_for_rows_that_no_other_beats():
     points = [(8, 0.3), (9, 0.2), (9, 0.2), (9, 0.25), (10, 0.2), (10, 0.1)]
     rows = [types.SimpleNamespace(model_bits=bits, kl=kl) for bits, kl in points]
-    assert cli_bundle.unbeaten(rows) == {0, 1, 2, 5}
+    assert cli_quant.unbeaten(rows) == {0, 1, 2, 5}
 
 
 # -- the command itself ----------------------------------------------------------------------------

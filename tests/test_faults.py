@@ -63,12 +63,12 @@ WRITERS = {
     """,
     "run.npz": """
         import numpy as np
-        from harness import cli_bundle
-        cli_bundle.save_arrays(folder / "run.npz", {"x": np.arange(9.0)})
+        from harness import cli_forward
+        cli_forward.save_arrays(folder / "run.npz", {"x": np.arange(9.0)})
     """,
     "sweep.csv": """
-        from harness import cli_bundle
-        cli_bundle.write_csv(folder / "sweep.csv", [])
+        from harness import cli_quant
+        cli_quant.write_csv(folder / "sweep.csv", [])
     """,
 }
 KILLED = """
@@ -137,9 +137,9 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, name):
 WRITES = {
     ("engine/files.py", "replacing"): "the way of the engine",
     ("harness/report.py", "replace_file"): "inside `replacing`, the way of the harness",
-    ("harness/cli_bundle.py", "save_arrays"): "inside `replacing`",
-    ("harness/cli_bundle.py", "write_csv"): "inside `replacing`",
-    ("harness/cli_bundle.py", "sweep_plot"): "inside `replacing`",
+    ("harness/cli_forward.py", "save_arrays"): "inside `replacing`",
+    ("harness/cli_quant.py", "write_csv"): "inside `replacing`",
+    ("harness/cli_quant.py", "sweep_plot"): "inside `replacing`",
     ("harness/bench_report.py", "_draw"): "inside `replacing`",
     ("harness/plugin.py", "watch"): "last words, read when the writer is dead",
     ("harness/plugin.py", "leave"): "last words",
