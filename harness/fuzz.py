@@ -32,6 +32,8 @@ EXAMPLES = 12  # of each spec, if neither a number nor a time is asked for
 SHRINK_S = 30.0  # at most, for a failing case
 CASE_S = {"sim": 300.0, "cuda": 60.0}  # limit of each launch
 GRACE_S = 30.0  # a worker that takes so much longer than two launches may is ended
+# A signal that comes just before a wait begins does not end the wait: so that Ctrl-C is heard.
+LOOK_S = 0.2
 BATCH = 9  # cases a run of hypothesis: it spends larger runs on variations of what it has drawn
 DRAWS = 1 << 16  # different random inputs for the same axes and options
 CONSTANT = "drawn by kdtr fuzz"
@@ -414,7 +416,10 @@ class Fuzz:
             for thread in threads:
                 thread.start()
             while len(outcomes) < len(self.jobs):
-                one = done.get()
+                try:
+                    one = done.get(timeout=LOOK_S)
+                except queue.Empty:
+                    continue
                 if isinstance(one, BaseException):
                     raise one
                 outcomes.append(one)

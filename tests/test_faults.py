@@ -276,6 +276,36 @@ def test_a_fuzz_worker_that_starts_while_the_run_ends_is_ended(tmp_path, monkeyp
     assert done.empty()
 
 
+def test_a_signal_that_wakes_nobody_still_interrupts_a_fuzz_run(tmp_path, monkeypatch):
+    """As when Ctrl-C comes just before the wait for an outcome: the wait itself is not cut short."""
+    ended, heard = threading.Event(), []
+
+    class Unheard:
+        def __init__(self, *_):
+            self.process = self
+
+        def explore(self, job):
+            signal.raise_signal(signal.SIGINT)  # in a thread, so the main one sleeps on
+            heard.append(ended.wait(5))
+            raise RuntimeError("it was killed")
+
+        def kill(self):
+            ended.set()
+
+        def poll(self):
+            return 0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(fuzz, "_Worker", Unheard)
+    jobs = [{"path": "x.toml", "device": "sim", "seed": 0}]
+    run = fuzz.Fuzz(tmp_path, devices.Choice("sim", [], ""), jobs, 1, devices.Leases([], 1))
+    with pytest.raises(KeyboardInterrupt):
+        run.run(lambda outcome: None)
+    assert heard == [True]
+
+
 # -- the cache of machine code ---------------------------------------------------------------------
 
 
