@@ -186,13 +186,15 @@ def as_json(found: dict[str, Outcome], version: str, seconds: float) -> dict[str
     from harness.spec import discover, load
 
     gpu = next(iter(survey().gpus), None)
-    digests = {f"specs/{path.name}": sources.digest(load(path)) for path in discover()}
+    digests = {
+        f"{spec.id}::{name}": digest
+        for spec in map(load, discover())
+        for name, digest in sources.case_digests(spec).items()
+    }
     clean: dict[str, dict[str, Any]] = {}
     for tool, outcome in found.items():
         for case_id in outcome.cases if outcome.clean else []:
-            row = clean.setdefault(
-                case_id, {"digest": digests[case_id.partition("::")[0]], "tools": []}
-            )
+            row = clean.setdefault(case_id, {"digest": digests[case_id], "tools": []})
             row["tools"].append(tool)
     return {
         "gpu": gpu.slug if gpu else "",

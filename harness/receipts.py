@@ -1,8 +1,8 @@
 """What was seen where: GPU receipts that are committed, stage receipts that are not.
 
 CI has no GPU. The evidence for a case that needs one is a row in `ci/receipts/<gpu>.json`, made
-by a run on that GPU; it holds the digest of spec, oracle and kernel, and is stale when they have
-changed since. The gate lists every case without a fresh row.
+by a run on that GPU; it holds the digest of the case as its spec declares it, of oracle and kernel,
+and is stale when they have changed since. The gate lists every case without a fresh row.
 
 A stage receipt (`.cache/stages/<stage>.json`) says that a stage passed on this machine with these
 sources: a later stage refuses to run without it. tox's `depends` would only order them.
@@ -80,15 +80,15 @@ def seconds(root: Path) -> dict[str, float]:
 def standing(root: Path, gpu: str, cases: Iterable[tuple[Spec, Case]]) -> list[Standing]:
     """How each of `cases` stands on `gpu`."""
     rows = read(root, gpu)
-    digests: dict[str, str] = {}
+    digests: dict[str, dict[str, str]] = {}
     found = []
     for spec, case in cases:
         row = rows.get(spec.case_id(case))
         if spec.id not in digests:
-            digests[spec.id] = sources.digest(spec)
+            digests[spec.id] = sources.case_digests(spec)
         if row is None:
             state = State.MISSING
-        elif row["digest"] != digests[spec.id]:
+        elif row["digest"] != digests[spec.id][case.name]:
             state = State.STALE
         elif not Status(row["status"]).ok:
             state = State.FAILED

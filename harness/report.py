@@ -96,7 +96,7 @@ class Verdict:
     time_us: float | None = None
     message: str = ""
     outputs: tuple[Result, ...] = ()
-    digest: str = ""  # of spec, oracle and kernel with what they import
+    digest: str = ""  # of the case, of oracle and kernel with what they import
     kernel: str = ""
     reference: str = ""
     replaced: bool = False  # `kernel` was given by the caller in place of the spec's

@@ -84,7 +84,7 @@ def run_case(
         case=case.name,
         status=Status.PASSED,
         device="host" if on_host else device_name(),
-        digest=sources.digest(spec, kernel=name or None),
+        digest=sources.case_digest(spec, case, kernel=name or None),
         kernel=name,
         reference=spec.reference,
         replaced=kernel is not None and not on_host,

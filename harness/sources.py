@@ -6,13 +6,21 @@ file under goldens/pinned/ counts when a module that is followed names it in a s
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from harness.spec import Spec
+from harness.spec import Case, Spec
+
+# What a case and a spec say that no verdict on a GPU depends on: where a case is run besides, and
+# what is drawn and planted around the cases.
+_BESIDE = {"sim", "bench", "timeout_s"}
+_JUDGED = ("stem", "stage", "reference", "inputs", "outputs", "scratch", "invariant")
 
 
 def digest(spec: Spec, *, kernel: str | None = None) -> str:
@@ -20,21 +28,64 @@ def digest(spec: Spec, *, kernel: str | None = None) -> str:
     return _hash([spec.path, *files(spec, kernel=kernel)])
 
 
+def case_digest(spec: Spec, case: Case, *, kernel: str | None = None) -> str:
+    """sha256 over what the verdict on one case depends on: the case and the spec's tensors as they
+    are declared, and the files behind oracle and kernel. Other cases of the spec do not count."""
+    return _with_code(spec, case, kernel, _hash(files(spec, [case], kernel=kernel)))
+
+
+def case_digests(spec: Spec) -> dict[str, str]:
+    """`case_digest` of every case by name; the files are read once or twice and not for each."""
+    code: dict[bool, str] = {}
+    found = {}
+    for name, case in spec.cases.items():
+        key = bool(case.weights)
+        if key not in code:
+            code[key] = _hash(files(spec, [case]))
+        found[name] = _with_code(spec, case, None, code[key])
+    return found
+
+
+def _with_code(spec: Spec, case: Case, kernel: str | None, code: str) -> str:
+    declared = {name: _plain(getattr(spec, name)) for name in _JUDGED}
+    declared["kernel"] = kernel or spec.kernel
+    declared["case"] = {k: v for k, v in _plain(case).items() if k not in _BESIDE}
+    text = json.dumps(declared, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(f"{text}\0{code}".encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it. A field at its default is left out: a new one changes no digest."""
+    if dataclasses.is_dataclass(value):
+        fields = [(f.name, f.default, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {name: _plain(v) for name, default, v in fields if v != default}
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
 def oracle_digest(spec: Spec) -> str:
-    """The same without the kernel: what a golden depends on."""
-    return _hash([spec.path, *_closure(_oracle_modules(spec))])
+    """`digest` without the kernel: what a golden depends on."""
+    return _hash([spec.path, *_closure(_oracle_modules(spec, spec.cases.values()))])
 
 
-def files(spec: Spec, *, kernel: str | None = None) -> list[Path]:
-    """The files behind a spec's oracle and kernel (`kernel`: in place of the spec's), sorted."""
+def files(
+    spec: Spec, cases: Iterable[Case] | None = None, *, kernel: str | None = None
+) -> list[Path]:
+    """The files behind a spec's oracle and kernel (`kernel`: in place of the spec's), sorted.
+
+    cases: those that count; None: all.
+    """
     name = kernel or spec.kernel
-    return _closure([*_oracle_modules(spec), *([name.partition(":")[0]] if name else [])])
+    oracle = _oracle_modules(spec, spec.cases.values() if cases is None else cases)
+    return _closure([*oracle, *([name.partition(":")[0]] if name else [])])
 
 
-def _oracle_modules(spec: Spec) -> list[str]:
+def _oracle_modules(spec: Spec, cases: Iterable[Case]) -> list[str]:
     """The oracle, and what makes the weights if a case has some (harness/golden.py loads them)."""
-    weights = any(case.weights for case in spec.cases.values())
-    return [spec.reference, *(["goldens.bundles"] if weights else [])]
+    return [spec.reference, *(["goldens.bundles"] if any(case.weights for case in cases) else [])]
 
 
 def _closure(modules: list[str]) -> list[Path]:
@@ -120,7 +171,7 @@ def _pinned(path: Path, _mtime_ns: int) -> tuple[Path, ...]:
     return tuple(sorted(names[name] for name in strings & names.keys()))
 
 
-def _hash(paths: list[Path]) -> str:
+def _hash(paths: Iterable[Path]) -> str:
     """sha256 over names and contents; the folder of the checkout does not count."""
     total = hashlib.sha256()
     for path in paths:

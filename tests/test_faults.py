@@ -47,7 +47,7 @@ WRITERS = {
         verdicts = [
             report.Verdict(
                 each.case_id(case), each.stage, each.stem, case.name, report.Status.PASSED,
-                "NVIDIA H200", digest=sources.digest(each),
+                "NVIDIA H200", digest=sources.case_digest(each, case),
             )
             for case in each.cases.values()
         ]
@@ -277,7 +277,7 @@ def test_a_fuzz_worker_that_starts_while_the_run_ends_is_ended(tmp_path, monkeyp
 
 
 def test_a_signal_that_wakes_nobody_still_interrupts_a_fuzz_run(tmp_path, monkeypatch):
-    """As when Ctrl-C comes just before the wait for an outcome: the wait itself is not cut short."""
+    """As when Ctrl-C comes just before the wait for an outcome: that wait is not cut short."""
     ended, heard = threading.Event(), []
 
     class Unheard:

@@ -469,3 +469,43 @@ def test_what_is_not_imported_does_not_count(project):
     before = sources.digest(loaded)
     (project / "mine/unrelated.py").write_text("changed = 1\n")
     assert sources.digest(loaded) == before
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "counts"),
+    [
+        ("factor = 3.0", "factor = 4.0", True),  # of all cases
+        ("ulp = 1", "ulp = 2", True),
+        ('], dtype = "float32", match', '], dtype = "float64", match', True),
+        ('kernel    = "mine.kernel:k"', 'kernel    = "mine.kernel:j"', True),
+        ("small = {", "small = { draw = 2,", True),
+        ("small = {", "small = { exact = true,", True),
+        ("small = {", "small = { gpus = 2,", True),
+        ("sim = true", "bench = true, timeout_s = 9.0", False),
+        ("[cases]", "# a comment\n[cases]\nother = { rows = 3 }", False),
+        ("[cases]", "[fuzz]\nrows = [1, 9]\n[cases]", False),
+        ("[cases]", "[[mutants]]\nname = 'm'\nfind = 'a'\nreplace = 'b'\n[cases]", False),
+    ],
+)
+def test_what_a_spec_says_of_a_case_counts_for_its_receipt_and_no_more(
+    project, find, replace, counts
+):
+    path = project / "specs" / "op.toml"
+    before = sources.case_digests(spec.load(path))["small"]
+    text = path.read_text()
+    assert find in text
+    path.write_text(text.replace(find, replace))
+    changed = spec.load(path)
+    assert (sources.case_digests(changed)["small"] != before) == counts
+    alone = sources.case_digest(changed, changed.cases["small"], kernel=changed.kernel)
+    assert alone == sources.case_digests(changed)["small"]
+
+
+def test_code_counts_for_a_case_and_another_kernel_is_another_digest(project):
+    loaded = spec.load(project / "specs" / "op.toml")
+    case = loaded.cases["small"]
+    before = sources.case_digest(loaded, case)
+    (project / "mine/other.py").write_text("def k(): pass\n")
+    assert sources.case_digest(loaded, case, kernel="mine.other:k") != before
+    (project / "mine/parts/deep.py").write_text("def helper(): return 1\n")
+    assert sources.case_digest(loaded, case) != before
