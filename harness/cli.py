@@ -257,6 +257,54 @@ def _readable(names: list[str] | None) -> list:
 # -- the rest --------------------------------------------------------------------------------------
 
 
+@app.command("receipts")
+def receipts_(
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="GPU", help="Only this one's, as h200. Repeatable."),
+    ] = None,
+) -> None:
+    """Say what is proven: cases that a GPU passed from these sources, and specs that can fail.
+
+    Runs nothing. A receipt is a row of ci/receipts/GPU.json; it is stale when the spec, its oracle
+    or its kernel have changed since. Exit 0 whatever it finds: kdtr gate --require-receipts judges.
+    """
+    from harness import certificates, receipts, stages
+
+    root = Path.cwd()
+    try:
+        specs = stages.readable(stages.load_specs(root))
+        for name in gpu or receipts.known(root):
+            show_receipts(root, name, specs)
+    except (LookupError, ValueError) as error:
+        fail(error)
+    say(f"certificates: {certificates.total(certificates.summary(root, specs))}")
+
+
+def show_receipts(root: Path, gpu: str, specs: list) -> None:
+    """A row a stage: its cases by the state of their receipts of one GPU; then those not fresh."""
+    from harness import receipts, stages
+    from harness.spec import STAGES
+
+    table = console.columns(f"receipts of {gpu}", "<stage", "cases", *receipts.State, "sanitized")
+    behind: dict[str, list[str]] = {}
+    for stage in STAGES:
+        pairs = [(s, c) for s in specs if s.stage == stage for c in s.cases.values()]
+        found = receipts.standing(root, gpu, pairs)
+        states = [one.state for one in found]
+        counts = [states.count(state) or "" for state in receipts.State]
+        clean = sum("sanitizer" in (one.row or {}) for one in found)
+        console.row(table, stage, len(found), *counts, clean or "")
+        for one in found:
+            if one.state is not receipts.State.FRESH:
+                behind.setdefault(one.state, []).append(one.id)
+    show(table)
+    for state, ids in sorted(behind.items()):
+        say(f"{state}: {len(ids)}")
+        for line in stages.folded(ids):
+            say(f"  {line}")
+
+
 @app.command()
 def doctor() -> None:
     """Say what is on this machine and what follows from it. Exit 1 if the gate cannot run."""

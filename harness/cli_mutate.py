@@ -43,7 +43,7 @@ def mutate(
     Each spec gets a certificate, ci/certificates/NAME.json. Exit 1 if a spec is VACUOUS: a mutant
     survives and nobody says why, none was killed, or one that was dead lives again.
     """
-    from harness import devices, mutate, stages
+    from harness import certificates, devices, mutate, stages
     from harness.spec import STAGES
 
     root = Path.cwd()
@@ -61,7 +61,7 @@ def mutate(
     chosen = list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
     chosen.sort(key=lambda s: (-STAGES.index(s.stage), s.id))  # whole passes take longest
     if stale:
-        chosen = [s for s in chosen if mutate.is_stale(root, s)]
+        chosen = [s for s in chosen if certificates.is_stale(root, s)]
     count = count or (1 if choice.gpus else devices.cores())
     on_gpu = choice.device == "cuda"
     try:
@@ -74,10 +74,10 @@ def mutate(
             made = mutate.examine(
                 root, chosen, everything=stages.readable(loaded), workers=count, say=say
             )
-            bad = sum(c["verdict"] != mutate.CERTIFIED for c in made)
+            bad = sum(c["verdict"] != certificates.CERTIFIED for c in made)
     except (LookupError, OSError, RuntimeError) as error:
         fail(error, 1)
-    say(mutate.total(mutate.summary(root, chosen)))
+    say(certificates.total(certificates.summary(root, chosen)))
     if bad:
         say(f"{bad} of {len(chosen)} specs fail")
     raise typer.Exit(1 if bad else 0)

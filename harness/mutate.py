@@ -1,13 +1,7 @@
 """Can a spec fail? Mutants are planted, one at a time, and the spec's cases must kill them.
 
-The result is a kill certificate, `ci/certificates/<spec>.json`: each mutant with the case and the
-verdict that killed it, survivors with the written reason why they change nothing, the headroom of
-the honest kernel, and for float specs the calibration of the bound from both sides: the honest
-kernel far inside it, every named fault outside. A certificate holds the digest of what it is about
-and of itself. A spec with a survivor that nobody explained, or without a kill, is VACUOUS.
-
-What an earlier certificate says was killed must not live again, whatever reason is given: that is
-how a loosened bound shows.
+What comes out is the spec's kill certificate (harness/certificates.py). Mutants are made by
+harness/mutants.py and judged in processes of their own (harness/nursery.py).
 """
 
 from __future__ import annotations
@@ -23,29 +17,31 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import mutants, nursery, sources
+from harness import certificates, mutants, nursery, sources
 from harness import spec as specs
+from harness.certificates import (
+    CERTIFIED,
+    EQUIVALENT,
+    FOR_A_GPU,
+    INVALID,
+    KILLED,
+    SURVIVED,
+    VACUOUS,
+)
 from harness.mutants import Planted
-from harness.report import Status, replace_file
+from harness.report import Status
 from harness.spec import Case, Spec
 
-FOLDER = Path("ci", "certificates")
 COUNT = 8  # generic mutants of a kernel
 COUNT_GOLDEN = 4  # and of an oracle
 # For a case whose own time is not known: processor time in the simulator, time on a GPU.
 LIMIT_S = {"sim": 300.0, "cuda": 60.0}
-HONEST = 0.5  # share of its bound that the honest kernel may use
-
-KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
-FOR_A_GPU = "for a GPU"  # the simulator cannot show it, the spec says why
-INVALID, EQUAL, STALE = "INVALID", "EQUAL", "STALE"
-CERTIFIED, VACUOUS = "CERTIFIED", "VACUOUS"
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -271,7 +267,7 @@ class Examination:
         case = f"{of.stem}::{last['case']}" if of else last["case"]
         found = {"outcome": KILLED, "case": case, "verdict": last["status"]}
         if not of and (excess := _number(last["excess"])) is not None:
-            found["excess"] = _rounded(excess)
+            found["excess"] = certificates.rounded(excess)
         if mutant.reason:
             found["why"] = f"it is said to change nothing: {mutant.reason}"
         return found
@@ -327,7 +323,7 @@ class Examination:
     def certificate(
         self, rows: list[dict[str, Any]], before: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        dead = {r["name"] for r in (before or {}).get("mutants", ()) if _was_killed(r)}
+        dead = {r["name"] for r in (before or {}).get("mutants", ()) if certificates.was_killed(r)}
         for row in rows:
             if row["outcome"] in (SURVIVED, EQUIVALENT) and row["name"] in dead:
                 row["revived"] = True
@@ -337,18 +333,18 @@ class Examination:
             "device": self.pool.device,
             "digest": sources.digest(self.spec),
             "honest": [
-                {"case": h.case, "verdict": h.status, "headroom": _rounded(h.headroom)}
+                {"case": h.case, "verdict": h.status, "headroom": certificates.rounded(h.headroom)}
                 for h in sorted(
                     self.honest.values(), key=lambda h: list(self.spec.cases).index(h.case)
                 )
             ],
             "mutants": rows,
         }
-        content["calibration"] = calibration(self.spec, content)
-        content["score"] = score(rows)
-        content["problems"] = problems(self.spec, content)
+        content["calibration"] = certificates.calibration(self.spec, content)
+        content["score"] = certificates.score(rows)
+        content["problems"] = certificates.problems(self.spec, content)
         content["verdict"] = VACUOUS if content["problems"] else CERTIFIED
-        return sealed(content)
+        return certificates.sealed(content)
 
 
 def _cheapest(spec: Spec) -> list[Case]:
@@ -367,135 +363,8 @@ def _source(module: str) -> str:
     return Path(found.origin).read_text(encoding="utf-8")
 
 
-def bounded(spec: Spec, case: Case) -> bool:
-    """Whether some output of the case is judged by a bound and not by equality."""
-    return not case.exact and any(o.match.kind != "exact" for o in spec.outputs.values())
-
-
 def _number(text: str | None) -> float | None:
     return None if text is None else float(text)
-
-
-def _rounded(value: float | None) -> float | str | None:
-    """Three digits: enough to read, and the same on every machine. JSON has no infinity."""
-    if value is None:
-        return None
-    return float(f"{value:.3g}") if value < float("inf") else "inf"
-
-
-def _was_killed(row: Mapping[str, Any]) -> bool:
-    return row["outcome"] == KILLED or bool(row.get("revived"))
-
-
-# -- what a certificate says -----------------------------------------------------------------------
-
-
-def score(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Mutants by outcome. Only the killed count for the spec, and survivors count against it."""
-    outcomes = (KILLED, SURVIVED, EQUIVALENT, FOR_A_GPU, INVALID, EQUAL, STALE)
-    found = dict.fromkeys(outcomes, 0)
-    for row in rows:
-        found[row["outcome"]] += 1
-    return found
-
-
-def calibration(spec: Spec, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The bound from both sides; None for a spec without one.
-
-    honest: the largest share of the bound that the kernel uses. least: the named mutant that comes
-    nearest to the bound from outside, by its worst element in the case that killed it (where the
-    spec names none, of the others). One that leaves NaN, or unwritten or foreign memory behind is
-    beyond any bound.
-    """
-    if not any(bounded(spec, spec.cases[h["case"]]) for h in content["honest"]):
-        return None
-    rooms = [float(h["headroom"]) for h in content["honest"] if h["headroom"] is not None]
-    dead = [row for row in content["mutants"] if row["outcome"] == KILLED]
-    dead = [row for row in dead if row["operator"] == "named"] or dead
-    excess = {row["name"]: float(row.get("excess", "inf")) for row in dead}
-    honest = max(rooms, default=0.0)
-    found: dict[str, Any] = {
-        "honest": _rounded(honest), "least": None, "mutant": None, "distance": None,
-    }  # fmt: skip
-    if excess:
-        least = min(excess, key=lambda name: excess[name])
-        found |= {"least": _rounded(excess[least]), "mutant": least}
-        found["distance"] = _rounded(excess[least] / honest) if honest else "inf"
-    return found
-
-
-def problems(spec: Spec, content: Mapping[str, Any]) -> list[str]:
-    """Why the spec is VACUOUS: nothing means that it is certified."""
-    said = [
-        f"{h['case']} gives {h['verdict']} for the kernel as it is"
-        for h in content["honest"]
-        if not Status(h["verdict"]).ok
-    ]
-    rows = content["mutants"]
-    if not any(row["outcome"] == KILLED for row in rows):
-        said.append("no mutant is killed")
-    for row in rows:
-        outcome, name = row["outcome"], row["name"]
-        if row.get("revived"):
-            said.append(f"{name} lives again: an earlier certificate has it killed")
-        elif outcome == SURVIVED:
-            said.append(f"{name} survives ({row['why']})")
-        elif outcome == KILLED and "why" in row:
-            said.append(f"{name} is killed by {row['case']}, but {row['why']}")
-        elif outcome in (INVALID, EQUAL, STALE) and row["operator"] == "named":
-            said.append(f"{name} is {outcome}: {row['why']}")
-    bound = content["calibration"]
-    if bound and float(bound["honest"]) >= HONEST and not _in_steps(spec):
-        said.append(f"the honest kernel uses {bound['honest']} of its bound, {HONEST} or more")
-    if bound and not _in_steps(spec):
-        if bound["least"] is not None and float(bound["least"]) <= 1:
-            said.append(f"{bound['mutant']} is within the bound: {bound['least']} of it")
-    return said
-
-
-def _in_steps(spec: Spec) -> bool:
-    """Whether errors are counted in ulps, so that one ulp of one is already the whole bound."""
-    return all(o.match.kind in ("exact", "ulp") for o in spec.outputs.values())
-
-
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """With the digest of all else, so that an edit by hand shows."""
-    return {**content, "seal": _seal(content)}
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def path(root: Path, spec: Spec) -> Path:
-    return root / FOLDER / f"{spec.stem}.json"
-
-
-def read(root: Path, spec: Spec) -> dict[str, Any] | None:
-    """The certificate on disk; None if there is none. ValueError if it is damaged."""
-    file = path(root, spec)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["seal"] != _seal(content):
-            raise ValueError("its seal is not that of its content")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not a certificate: {error}") from None
-    return content
-
-
-def write(root: Path, spec: Spec, content: Mapping[str, Any]) -> Path:
-    """One mutant a line, so that a difference can be read."""
-    lists = {}
-    for name in ("honest", "mutants"):
-        rows = ",\n".join(f"  {json.dumps(row)}" for row in content[name])
-        lists[name] = f"[\n{rows}\n ]" if rows else "[]"
-    parts = [f' "{k}": {lists.get(k) or json.dumps(v)}' for k, v in content.items()]
-    file = path(root, spec)
-    replace_file(file, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
-    return file
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -514,13 +383,13 @@ def examine(
 
     def one(spec: Spec) -> dict[str, Any]:
         try:
-            before = read(root, spec)
+            before = certificates.read(root, spec)
         except ValueError:
             before = None
         family = [s for s in everything if _family(s) == _family(spec) and s.id != spec.id]
         certificate = Examination(spec, judges, Path(folder), family, count).run(before)
-        write(root, spec, certificate)
-        say(line(spec, certificate))
+        certificates.write(root, spec, certificate)
+        say(certificates.line(spec, certificate))
         return certificate
 
     with (
@@ -548,9 +417,9 @@ def check(
     no longer what comes out when `part` of their mutants (chosen by content) are judged again."""
 
     def one(spec: Spec) -> list[str]:
-        said = standing(root, spec)
+        said = certificates.standing(root, spec)
         if not said:
-            certificate = read(root, spec)
+            certificate = certificates.read(root, spec)
             assert certificate is not None
             said = again(Examination(spec, judges, Path(folder)), certificate, part)
         for problem in said:
@@ -563,28 +432,6 @@ def check(
         ThreadPoolExecutor(workers + 1) as threads,
     ):
         return [problem for found in threads.map(one, chosen) for problem in found]
-
-
-def standing(root: Path, spec: Spec) -> list[str]:
-    """What can be said against a spec's certificate without running anything."""
-    try:
-        certificate = read(root, spec)
-    except ValueError as error:
-        return [str(error)]
-    if certificate is None:
-        return [f"VACUOUS: no certificate; kdtr mutate --spec {spec.stem} makes it"]
-    if certificate["digest"] != sources.digest(spec):
-        return [f"its certificate is stale; kdtr mutate --spec {spec.stem} makes it again"]
-    return [f"VACUOUS: {problem}" for problem in certificate["problems"]]
-
-
-def is_stale(root: Path, spec: Spec) -> bool:
-    """Whether a spec's certificate is missing, damaged or made from other sources."""
-    try:
-        certificate = read(root, spec)
-    except ValueError:
-        return True
-    return certificate is None or certificate["digest"] != sources.digest(spec)
 
 
 def again(examination: Examination, certificate: Mapping[str, Any], part: float) -> list[str]:
@@ -621,58 +468,3 @@ def _chosen(spec: Spec, mutant: Planted, part: float) -> bool:
     """Whether a check of a part of all mutants takes this one: by its content and its spec's."""
     text = f"{sources.digest(spec)}\0{mutant.name}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") < part * 2**32
-
-
-def line(spec: Spec, certificate: Mapping[str, Any]) -> str:
-    """A certificate in a line, and what is wrong with it in others."""
-    counts = certificate["score"]
-    said = f"{certificate['verdict']} {spec.stem}: " + ", ".join(
-        f"{n} {outcome}" for outcome, n in counts.items() if n
-    )
-    bound = certificate["calibration"]
-    if bound:
-        said += f"; honest {bound['honest']}, least fault {bound['least']}"
-    return "\n".join([said, *(f"  {problem}" for problem in certificate["problems"])])
-
-
-def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
-    """The report's section: every spec's certificate as it stands, and the score of all."""
-    rows = []
-    total = score(())
-    for spec in chosen:
-        said = standing(root, spec)
-        row: dict[str, Any] = {
-            "spec": spec.stem, "verdict": CERTIFIED, "problems": said, "survivors": [],
-            "score": None, "calibration": None,
-        }  # fmt: skip
-        with contextlib.suppress(ValueError):
-            certificate = read(root, spec)
-            if certificate:
-                row |= {k: certificate[k] for k in ("score", "calibration")}
-                row["survivors"] = [
-                    {"name": r["name"], "why": r["why"]}
-                    for r in certificate["mutants"]
-                    if r["outcome"] in (SURVIVED, EQUIVALENT, FOR_A_GPU)
-                ]
-                total = {k: n + certificate["score"].get(k, 0) for k, n in total.items()}
-        if said:
-            stale = len(said) == 1 and "stale" in said[0]
-            row["verdict"] = "STALE" if stale else VACUOUS
-        rows.append(row)
-    decided = total[KILLED] + total[SURVIVED]
-    share = total[KILLED] / decided if decided else None
-    return {"specs": rows, "total": total, "killed_share": share}
-
-
-def total(found: Mapping[str, Any]) -> str:
-    """The summary in a line."""
-    counts = found["total"]
-    share = found["killed_share"]
-    verdicts = [row["verdict"] for row in found["specs"]]
-    said = f"{len(verdicts)} specs, " + ", ".join(
-        f"{verdicts.count(v)} {v}" for v in (CERTIFIED, "STALE", VACUOUS) if v in verdicts
-    )
-    said += "; mutants: " + (
-        ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) or "none"
-    )
-    return said if share is None else f"{said}; {100 * share:.1f}% killed"

@@ -227,7 +227,7 @@ def page(report: Mapping[str, Any]) -> str:
 
     text = importlib.resources.files("harness").joinpath("report.html.j2").read_text("utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["decades"] = _decades
+    environment.filters |= {"decades": _decades, "duration": _time}
     return environment.from_string(text).render(report)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import devices, merge, mutate, receipts, report, spec
+from harness import certificates, devices, merge, receipts, report, spec
 from harness.spec import Case, Spec, SpecError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -288,8 +288,8 @@ class Gate:
         context |= merge.contexts(self.reports)
         context["sources"] = receipts.sources_digest(self.specs)
         context["asked"] = {"gpus": len(self.choice.gpus), **self.narrowing}
-        if (self.root / mutate.FOLDER).is_dir():
-            context["mutation"] = mutate.summary(self.root, readable(self.specs))
+        if (self.root / certificates.FOLDER).is_dir():
+            context["mutation"] = certificates.summary(self.root, readable(self.specs))
         if self.shard:
             context["shard"] = {"index": self.shard[0], "count": self.shard[1]}
         written = report.write(self.root / self.folder / "report.json", verdicts, **context)
@@ -300,7 +300,7 @@ class Gate:
                 self.say("\n" + case["text"])
         self.tell_elsewhere()
         if "mutation" in context and self.whole:
-            self.say(f"\n{mutate.total(context['mutation'])}")
+            self.say(f"\n{certificates.total(context['mutation'])}")
         if self.receipt and verdicts:
             for path in receipts.record(self.root, written, readable(self.specs)):
                 self.say(f"receipt: {path.relative_to(self.root)}")
@@ -328,7 +328,7 @@ class Gate:
             return
         self.say(f"\n{_count(len(self.asked.elsewhere), 'case')} not for this machine:")
         if self.kernel:  # receipts are about the spec's own
-            for line in _folded([s.case_id(c) for s, c in self.asked.elsewhere]):
+            for line in folded([s.case_id(c) for s, c in self.asked.elsewhere]):
                 self.say(f"  {line}")
             return
         for gpu in receipts.known(self.root) or ["any GPU"]:
@@ -338,7 +338,7 @@ class Gate:
             for state, ids in sorted(states.items()):
                 self.say(f"  {state} receipt of {gpu}: {len(ids)}")
                 if state != receipts.State.FRESH:
-                    for line in _folded(ids):
+                    for line in folded(ids):
                         self.say(f"    {line}")
 
     def check_receipts(self) -> None:
@@ -384,7 +384,7 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def _folded(ids: Sequence[str]) -> list[str]:
+def folded(ids: Sequence[str]) -> list[str]:
     """Case ids as a line a spec: "rms_norm.toml: one_token full_tree"."""
     by_spec: dict[str, list[str]] = {}
     for each in ids:

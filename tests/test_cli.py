@@ -160,3 +160,12 @@ def test_the_doctor_passes_here(project):
     done = project.kdtr("doctor")
     assert done.returncode == 0, done.stdout
     assert "kdtr gate runs" in done.stdout
+
+
+def test_receipts_counts_what_is_proven_and_names_what_is_not(project):
+    done = project.kdtr("receipts")
+    assert done.returncode == 0, done.stdout
+    assert "certificates: 1 specs, 1 MISSING" in done.stdout
+    done = project.kdtr("receipts", "--gpu", "h200")
+    assert "receipts of h200" in done.stdout
+    assert "missing: 3\n  twice.toml: " in done.stdout

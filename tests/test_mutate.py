@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from throwaway import Project
 
-from harness import mutants, mutate, spec, stages
+from harness import certificates, mutants, spec, stages
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,7 +149,7 @@ def certificate(sample, *rows, honest="PASSED"):
         "mutants": [{"module": "mine.launch", **row} for row in rows],
         "calibration": None,
     }
-    return mutate.problems(sample[0], content)
+    return certificates.problems(sample[0], content)
 
 
 def test_a_kill_is_enough(sample):
@@ -179,7 +179,7 @@ def test_what_makes_a_spec_vacuous(sample, rows, said):
 
 def test_survivors_count_against_the_score_and_misfits_do_not_count():
     outcomes = ["killed", "killed", "survived", "equivalent", "INVALID", "EQUAL", "STALE"]
-    counts = mutate.score({"outcome": o} for o in outcomes)
+    counts = certificates.score({"outcome": o} for o in outcomes)
     assert counts == {**dict.fromkeys(outcomes, 1), "killed": 2, "for a GPU": 0}
 
 
@@ -305,7 +305,7 @@ def test_a_loosened_bound_lets_the_dead_live_and_fails(project):
     with_mutants(project, only=kept, slack="1e-2")
     done = project.kdtr("mutate", "--spec", "half", "--check", "-n", "1")
     assert done.returncode == 1
-    assert "its certificate is stale" in done.stdout
+    assert "STALE: made from other sources" in done.stdout
     for _ in range(2):  # making it again does not wash it off
         done = project.kdtr("mutate", "--spec", "half", "-n", "2")
         assert done.returncode == 1
@@ -325,7 +325,7 @@ def test_a_certificate_is_checked_by_what_happens(project):
 
     forged = json.loads(text)
     forged["mutants"][0] = {**forged["mutants"][0], "outcome": "equivalent", "why": "trust me"}
-    file.write_text(json.dumps(mutate.sealed(forged)))
+    file.write_text(json.dumps(certificates.sealed(forged)))
     done = project.kdtr("mutate", "--spec", "half", "--check", "-n", "1")
     assert done.returncode == 1
     assert "a_third was equivalent and is killed now" in done.stdout
@@ -333,7 +333,7 @@ def test_a_certificate_is_checked_by_what_happens(project):
     file.unlink()
     done = project.kdtr("mutate", "--spec", "half", "--check", "-n", "1")
     assert done.returncode == 1
-    assert "VACUOUS: no certificate" in done.stdout
+    assert "MISSING: no certificate" in done.stdout
 
 
 def test_the_report_says_what_each_spec_can_catch(project):
@@ -342,7 +342,7 @@ def test_the_report_says_what_each_spec_can_catch(project):
     done = project.gate("--spec", "half", "--device", "sim")
     assert done.returncode == 0, done.stdout  # certificates are `kdtr mutate --check`'s to judge
     half, twice = project.report()["context"]["mutation"]["specs"]
-    assert (half["verdict"], twice["verdict"]) == ("VACUOUS", "VACUOUS")
+    assert (half["verdict"], twice["verdict"]) == ("VACUOUS", "MISSING")
     page = (project.folder / "report" / "report.html").read_text()
     assert "survives survives (2 cases pass)" in page
     assert "no certificate" in page
