@@ -269,9 +269,7 @@ class SpecFile(pytest.File):
         seat = self.config.stash[SEAT]
         try:
             loaded = spec.load(self.path)
-        except Exception as error:
-            if not isinstance(error, spec.SpecError):
-                error = spec.SpecError(self.path, "file", f"a spec, and not {error!r}")
+        except spec.SpecError as error:
             item = CaseItem.from_parent(self, name="spec", fixed=report.broken(error))
             for stage in spec.STAGES:
                 item.add_marker(stage)

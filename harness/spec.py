@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -205,13 +206,22 @@ def load(path: Path | str) -> Spec:
     path = Path(path)
     if not _STEM.fullmatch(path.stem):  # a part of pytest ids and of file names in the cache
         raise SpecError(path, "file", "a name of letters, digits, _, - and .", path.name)
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise SpecError(path, "file", "a regular file")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(path, "file", f"a readable UTF-8 file ({error})") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(path, "file", f"valid TOML ({error})") from None
-    return _Reader(path, table).spec()
+    try:
+        return _Reader(path, table).spec()
+    except SpecError:
+        raise
+    except (
+        Exception
+    ) as error:  # a broken spec is a verdict on itself, and must cost no other its own
+        raise SpecError(path, "file", f"a spec, and not {error!r}") from error
 
 
 class _Reader:
@@ -232,11 +242,11 @@ class _Reader:
 
         self.axes = self.section("axes", lambda v: _is_int(v) and v >= 0, "an integer, 0 or more")
         self.scalars = self.section(
-            "scalars", lambda v: isinstance(v, int | float), "an integer, a float or a bool"
+            "scalars",
+            lambda v: _is_constant(v) and not isinstance(v, str),
+            "an integer, a float or a bool",
         )
-        self.options = self.section(
-            "options", lambda v: isinstance(v, str | int | float), "a string, a number or a bool"
-        )
+        self.options = self.section("options", _is_constant, "a string, a number or a bool")
         inputs = {n: self.tensor("inputs", n, t) for n, t in self.items("inputs")}
         outputs = {n: self.output(n, t) for n, t in self.items("outputs")}
         scratch = {n: self.tensor("scratch", n, t) for n, t in self.items("scratch")}
@@ -375,7 +385,7 @@ class _Reader:
 
     def case(self, name: str, table: object, weights: str | None) -> Case:
         key = f"cases.{name}"
-        if not _is_name(name):
+        if not _NAME.fullmatch(name):
             raise self.error(key, "a name of letters, digits and _", name)
         if name == "spec":  # the case of a spec that cannot be read
             raise self.error(key, "another name, the harness uses this one itself", name)
@@ -522,7 +532,7 @@ class _Reader:
         """A value of the default's type; an integer may stand where a float is declared."""
         if type(default) is float and _is_int(value):
             return float(value)
-        if type(value) is not type(default):
+        if type(value) is not type(default) or not _is_constant(value):
             raise self.error(
                 where, f"a {type(default).__name__}, as its default {default!r}", value
             )
@@ -535,7 +545,9 @@ class _Reader:
             for name, _ in self.items(section):
                 key = f"{section}.{name}"
                 if not _is_name(name) or name in _TAKEN or name in _CASE:
-                    raise self.error(key, "a name that the harness does not use itself", name)
+                    raise self.error(
+                        key, "a parameter's name that the harness does not use itself", name
+                    )
                 if name in seen:
                     raise self.error(key, f"a name of its own ({seen[name]} has it)", name)
                 seen[name] = key
@@ -545,12 +557,18 @@ class _Reader:
 
 
 def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether it is an integer of TOML, which ends at 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_constant(value: object) -> bool:
+    return isinstance(value, str | float | bool) or _is_int(value)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_int(value)
 
 
 def _is_name(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+    """Whether it can be a parameter of a Python function."""
+    return isinstance(value, str) and bool(_NAME.fullmatch(value)) and not iskeyword(value)

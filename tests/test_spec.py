@@ -1,6 +1,7 @@
 """Reading specs: what a good one becomes, and what is said about a bad one."""
 
 import json
+import os
 
 import pytest
 
@@ -105,6 +106,12 @@ SMALL = "small = { rows = 3, sim = true }"
         (X, "x = 3", "inputs.x", "shape = "),
         (X, X.replace("x =", "rng ="), "inputs.rng", "does not use itself"),
         (X, X.replace("x =", "factor ="), "inputs.factor", "a name of its own"),
+        (X, X.replace("x =", "lambda ="), "inputs.lambda", "a parameter's name"),
+        (X, X.replace("columns", "None"), "inputs.x.shape", "axis names"),
+        ("columns = 96", f"columns = {2**63}", "axes.columns", "an integer"),
+        (SMALL, SMALL.replace("3", f"3, columns = {2**63}"), "cases.small.columns", "an integer"),
+        (SMALL, SMALL.replace("3", f"3, factor = {10**400}"), "cases.small.factor", "a float"),
+        ("[axes]", "invariant = [[]]\n[axes]", "file", "unhashable"),
         (Y, "", "outputs", "at least one output"),
         (Y, Y.replace("{ ulp = 1 }", "1e-3"), "outputs.y.match", '"exact"'),
         (Y, Y.replace("{ ulp = 1 }", "{ atol = 1e-3 }"), "outputs.y.match", '"exact"'),
@@ -178,13 +185,27 @@ def _second(old, new):
 
 
 @pytest.mark.parametrize(
-    "content", [b"stage = ", b"\xff\xfe\x00", b"[cases]\n[cases]\n", b"a=" + b"[" * 9999]
+    "content",
+    [b"stage = ", b"\xff\xfe\x00", b"[cases]\n[cases]\n", b"a=" + b"[" * 9999, b"a=" + b"1" * 9999],
 )
 def test_an_unreadable_file_is_a_spec_error(tmp_path, content):
     path = tmp_path / "x.toml"
     path.write_bytes(content)
     with pytest.raises(spec.SpecError, match=r"x\.toml: file: expected"):
         spec.load(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_a_spec_error_and_not_waited_for(tmp_path, make):
+    make(tmp_path / "x.toml")
+    with pytest.raises(spec.SpecError, match=r"x\.toml: file: expected a regular file"):
+        spec.load(tmp_path / "x.toml")
+
+
+def test_what_editors_put_before_and_after_a_line_is_no_fault(load, tmp_path):
+    path = load(GOOD).path
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode().replace(b"\n", b"\r\n"))
+    assert spec.load(path).cases == load(GOOD).cases
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError", "raise SystemExit(0)", "1 / 0"])
