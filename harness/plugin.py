@@ -1,47 +1,34 @@
-"""pytest hooks: specs become test items, verdicts come back from the workers, a report is written.
+"""pytest hooks: specs become test items, and each item is judged by `run.run_case`.
 
-Thin on purpose: the judge is `run.run_case`, the GPUs are in `devices.py`. Nothing here imports
-numba at module level, because the device must be chosen before anything does. The plugin is
-loaded in every pytest session of an environment that has it, so it does nothing at all unless the
-session's root has `specs/*.toml`.
-
-One process a worker, and the worker may be lost: a case that overruns its time, that poisons the
-GPU context or that kills its process ends the worker. What the worker knew of it stands in a file
-(its last words), which the controller turns into the verdict; a new worker goes on with the rest.
+Thin on purpose. Where a process runs cases and how it may be lost is harness/seat.py; leases,
+verdicts and the report are the controller's, harness/controller.py. Nothing here imports numba at
+module level, because the device must be chosen before anything does. The plugin is loaded in every
+pytest session of an environment that has it, so it does nothing at all unless the session's root
+has `specs/*.toml`.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import faulthandler
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from harness import devices
+from harness.controller import PROPERTY, RUN, Run, verdict_of
+from harness.seat import CHOICE, LOST, SEAT, Seat, as_json, limit_s, lost_verdict
 
 if TYPE_CHECKING:
     from harness.report import Verdict
     from harness.spec import Case, Spec
 
-PROPERTY = "kdtr"  # the user property that carries a verdict from worker to controller
-SECONDS = Path(".cache", "kdtr", "seconds.json")  # of each case in earlier runs, by device
-GRACE_S = 5.0  # between one time limit and the next
-LOST = 70  # exit status of a worker that ends itself
 LARGE = 4 << 30  # bytes of tensors with which a case has a shared GPU to itself
-FUTILE = 3  # workers in a row that die before they collect
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,10 +67,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # -- which device, before anything imports numba ---------------------------------------------------
-
-CHOICE = pytest.StashKey[devices.Choice]()
-SEAT = pytest.StashKey["Seat"]()
-RUN = pytest.StashKey["Run"]()
 
 
 def active(config: pytest.Config) -> bool:
@@ -142,112 +125,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if choice is None or not choice.gpus:
         return None  # xdist counts the cores
     return devices.Leases(choice.gpus, config.option.kdtr_gpus or 1).workers()
-
-
-# -- the seat: where this process runs cases -------------------------------------------------------
-
-
-class Seat:
-    """What one process may use: its device, its GPUs, and a file for its last words."""
-
-    def __init__(self, device: str, gpus: tuple[devices.Gpu, ...]):
-        self.device, self.uuids = device, [g.uuid for g in gpus]
-        self.shared = False
-        self.worker = ""  # "" for a session without workers
-        self.words: Path | None = None
-        self.stderr = os.dup(2)  # the terminal: while a test runs, 2 is pytest's capture
-        self.seconds: dict[str, float] = {}
-        self.each: int | None = None  # run only the cases that need so many GPUs
-
-    @classmethod
-    def of_worker(cls, told: dict[str, Any], worker: str) -> Seat:
-        """The seat that the controller leased for this worker. Sets CUDA_VISIBLE_DEVICES."""
-        seat = cls(told["device"], ())
-        seat.uuids, seat.shared, seat.each = told["uuids"], told["shared"], told["each"]
-        seat.seconds, seat.worker = told["seconds"], worker
-        seat.words = Path(told["folder"], worker)
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(".cache", "numba", worker).absolute()))
-        seat.see()
-        return seat
-
-    def see(self) -> None:
-        """Show this process the GPUs of the seat alone; before it initialises CUDA."""
-        if self.uuids:
-            os.environ[devices.VISIBLE] = ",".join(self.uuids)
-
-    def takes(self, spec: Spec, case: Case) -> bool:
-        """Whether `case` can run here."""
-        if spec.stage == "golden":
-            return self.each in (None, 1)  # host code, on every machine
-        if self.device == "sim" and not self.uuids:
-            return case.sim
-        if self.device == "sim" and not case.sim:  # fake GPUs
-            return False
-        return case.gpus == self.each if self.each else case.gpus <= max(1, len(self.uuids))
-
-    @contextlib.contextmanager
-    def watch(
-        self, case_id: str, limit_s: float, on_timeout: Callable[[], None], *, alone: bool = False
-    ) -> Iterator[Callable[[], AbstractContextManager]]:
-        """End the process if the block takes longer than `limit_s`.
-
-        `run_case` has a limit for a launch, which costs no process. This one is for what that
-        cannot interrupt; the last, which faulthandler keeps, for what never lets go of Python.
-        Yields what to enter while the GPU is used: a turn on a shared one, `alone` or beside
-        others. The wait for it does not count, and the limit starts again with it.
-        """
-        with contextlib.ExitStack() as stack:
-            words = stack.enter_context(self.words.open("w")) if self.words else None
-            if words:
-                print(json.dumps({"id": case_id, "pid": os.getpid()}), file=words, flush=True)
-                faulthandler.enable(words)
-            stop = alarm(limit_s, on_timeout, words)
-
-            @contextlib.contextmanager
-            def turn() -> Iterator[None]:
-                nonlocal stop
-                with contextlib.ExitStack() as held:
-                    if self.shared:
-                        stop()
-                        held.enter_context(devices.turn(",".join(self.uuids), alone=alone))
-                        stop = alarm(limit_s, on_timeout, words)
-                    yield
-
-            try:
-                yield turn
-            finally:
-                stop()
-                if words:
-                    faulthandler.enable(sys.__stderr__ or 2)
-
-    def leave(self, verdict: Verdict) -> None:
-        """End this worker; `verdict` is what the controller will read about its last case."""
-        assert self.words is not None
-        with self.words.open("a") as words:
-            print(json.dumps(as_json(verdict)), file=words, flush=True)
-        os._exit(LOST)
-
-
-def alarm(
-    limit_s: float, on_timeout: Callable[[], None], words: TextIO | None
-) -> Callable[[], None]:
-    """Call `on_timeout` after `limit_s`, end the process a little later; returns what stops it."""
-    timer = threading.Timer(limit_s, on_timeout)
-    timer.daemon = True
-    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=words or sys.stderr)
-    timer.start()
-
-    def stop() -> None:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-    return stop
-
-
-def as_json(verdict: Verdict) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(verdict)
 
 
 # -- specs become items ----------------------------------------------------------------------------
@@ -381,36 +258,6 @@ class CaseItem(pytest.Item):
         return self.path, None, self.name
 
 
-def limit_s(case: Case) -> float:
-    """For all of a case: its golden and two launches of at most `timeout_s` each."""
-    return 2 * case.timeout_s + GRACE_S
-
-
-def lost_verdict(
-    case_id: str, status: Any, message: str, config: pytest.Config, spec: Spec | None = None
-) -> Verdict:
-    """The verdict on a case whose process is lost."""
-    from harness import report
-    from harness.spec import SpecError, load
-
-    with contextlib.suppress(SpecError):
-        spec = spec or load(config.rootpath / case_id.partition("::")[0])
-    choice, replaced = config.stash.get(CHOICE, None), config.option.kernel
-    return report.Verdict(
-        id=case_id,
-        stage=spec.stage if spec else None,
-        spec=Path(case_id.partition("::")[0]).stem,
-        case=case_id.partition("::")[2],
-        status=status,
-        device="simulator" if choice is None or choice.device == "sim" else choice.gpus[0].name,
-        message=message,
-        kernel=replaced or (spec and spec.kernel) or "",
-        reference=spec.reference if spec else "",
-        replaced=bool(replaced),
-        lost=True,
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if SEAT not in config.stash:
         return
@@ -450,257 +297,3 @@ def pytest_report_teststatus(report: Any, config: pytest.Config) -> tuple[str, s
         return report.outcome, "", ""
     letter = {"passed": ".", "skipped": "s"}.get(report.outcome, "F")
     return report.outcome, letter, verdict.status.value
-
-
-def verdict_of(report: Any) -> Verdict | None:
-    """The verdict that a test report carries, if it is one of ours."""
-    from harness.merge import restore
-
-    carried = dict(getattr(report, "user_properties", ())).get(PROPERTY)
-    return restore(json.loads(carried)) if carried else None
-
-
-# -- the controller --------------------------------------------------------------------------------
-
-
-class Run:
-    """One session as its controller sees it: leases, verdicts, the report."""
-
-    def __init__(self, config: pytest.Config, choice: devices.Choice):
-        self.config, self.choice = config, choice
-        self.leases = devices.Leases(
-            choice.gpus, config.option.kdtr_gpus or 1, config.option.kdtr_lease_wait
-        )
-        self.leased: dict[str, devices.Lease] = {}  # worker id -> lease
-        self.verdicts: dict[str, Verdict] = {}
-        self.seconds: dict[str, float] = {}
-        self.ran_on: dict[str, list[str]] = {}  # case id -> UUIDs
-        self.folder = Path(tempfile.mkdtemp(prefix="kdtr-run-"))
-        atexit.register(self.close)
-        self.collected: set[str] = set()
-        self.futile = self.total = 0
-
-    def pytest_report_header(self) -> str:
-        names = {g.name for g in self.choice.gpus}
-        what = "the simulator" if self.choice.device == "sim" else " and ".join(sorted(names))
-        return f"kdtr: specs run on {what} ({self.choice.why})"
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        bringing_up = self.config.pluginmanager.getplugin("terminaldistreporter")
-        if bringing_up and self.config.option.kdtr_progress:
-            bringing_up.write_line = lambda line: None
-
-    # leases
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        lease = devices.Lease(())
-        if self.choice.gpus:
-            try:
-                lease = self.leases.take()
-            except devices.DeviceError as error:
-                pytest.exit(f"no GPU for {node.gateway.id}: {error}", returncode=3)
-        self.leased[node.gateway.id] = lease
-        node.workerinput[PROPERTY] = {
-            "device": self.choice.device,
-            "uuids": [g.uuid for g in lease.gpus],
-            "shared": lease.shared or self.crowded(node.workerinput.get("workercount", 1)),
-            "each": (self.config.option.kdtr_gpus or 1) if self.choice.gpus else None,
-            "seconds": self.earlier(),
-            "folder": str(self.folder),
-        }
-
-    def crowded(self, workers: int) -> bool:
-        """Whether workers will share GPUs, which the first of them must know too."""
-        return workers * self.leases.per_worker > len(self.choice.gpus) > 0
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
-        self.collected.add(node.gateway.id)
-        self.futile, self.total = 0, len(ids)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any, error: object) -> None:
-        worker = node.gateway.id
-        lease = self.leased.pop(worker, None)
-        if lease is None:
-            return
-        for gpu in self.leases.give_back(lease, crashed=bool(error)):
-            reason = self.leases.quarantined[gpu.uuid]
-            self.say(f"kdtr: {gpu.uuid} ({gpu.name}) is quarantined: {reason}", red=True)
-        if error and worker not in self.collected:
-            self.futile += 1
-            if self.futile >= FUTILE:
-                pytest.exit(f"{FUTILE} workers in a row died before they collected", returncode=3)
-
-    # verdicts
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Without workers, lease the GPUs for this process: other runs must not share them."""
-        self.total = self.total or len(session.items)
-        seat = self.config.stash[SEAT]
-        cases = [i.case for i in session.items if isinstance(i, CaseItem) and i.case]
-        if not cases or not self.choice.gpus or self.config.option.collectonly:
-            return
-        self.leases.per_worker = max(c.gpus for c in cases)
-        try:
-            seat.uuids = [g.uuid for g in self.leases.take().gpus]
-        except devices.DeviceError as error:
-            pytest.exit(f"no GPU for this run: {error}", returncode=3)
-        seat.see()
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
-        if not crashitem.startswith("specs/"):
-            return
-        from harness.report import failure_text
-
-        worker = report.node.gateway.id
-        verdict = last_verdict(crashitem, self.folder / worker, self.config)
-        report.longrepr = failure_text(verdict)
-        report.user_properties = [(PROPERTY, json.dumps(as_json(verdict)))]
-        told = report.node.workerinput[PROPERTY]
-        self.ran_on[crashitem] = told["uuids"]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        verdict = verdict_of(report)
-        if verdict is None or report.when not in ("call", "???"):
-            return
-        told = getattr(getattr(report, "node", None), "workerinput", {}).get(PROPERTY, {})
-        uuids = told.get("uuids", self.config.stash[SEAT].uuids)
-        self.add(verdict, getattr(report, "duration", 0.0), uuids)
-
-    def add(self, verdict: Verdict, seconds: float, uuids: list[str]) -> None:
-        self.verdicts[verdict.id] = verdict
-        self.ran_on[verdict.id] = uuids
-        if verdict.ok:
-            self.seconds[verdict.id] = round(seconds, 3)
-        if self.config.option.kdtr_progress:
-            done = f"{len(self.verdicts):>{len(str(self.total))}}/{self.total}"
-            room = "" if verdict.headroom is None else f"  headroom {verdict.headroom:.3f}"
-            name = verdict.id.removeprefix("specs/")
-            colour = {"green": True} if verdict.ok else {"red": True}
-            self.say(f"  {done} {verdict.status:<13} {name}  {seconds:.1f} s{room}", **colour)
-
-    # the end
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        self.write()
-        self.close()
-
-    def close(self) -> None:
-        """Leave neither files nor locked GPUs behind."""
-        self.leases.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def write(self) -> None:
-        """The report, if one was asked for, and the times for the next run's order."""
-        from harness import report
-
-        root = self.config.rootpath
-        if self.seconds:
-            times = {**self.earlier(), **self.seconds}
-            everything = {**read_json(root / SECONDS), self.choice.device: times}
-            with contextlib.suppress(OSError):  # a read-only checkout costs the order alone
-                report.replace_file(root / SECONDS, json.dumps(everything, indent=1).encode())
-        if self.config.option.kdtr_report:
-            path = self.config.invocation_params.dir / self.config.option.kdtr_report
-            report.write(path / "report.json", self.sorted_verdicts(), **self.context())
-
-    def sorted_verdicts(self) -> list[Verdict]:
-        return [self.verdicts[i] for i in sorted(self.verdicts)]
-
-    def context(self) -> dict[str, Any]:
-        gpus = [
-            {key: getattr(g, key) for key in ("uuid", "name", "slug", "compute", "driver")}
-            for g in self.choice.gpus
-        ]
-        return {
-            "device": self.choice.device,
-            "why": self.choice.why,
-            "gpus": gpus,
-            "quarantined": dict(self.leases.quarantined),
-            "ran_on": self.ran_on,
-            "seconds": self.seconds,
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-
-    def earlier(self) -> dict[str, float]:
-        """Seconds of each case in earlier runs: on GPUs those of the receipts, then those here."""
-        from harness import receipts
-
-        found = read_json(self.config.rootpath / SECONDS).get(self.choice.device, {})
-        if self.choice.device == "sim":
-            return found
-        return receipts.seconds(self.config.rootpath) | found
-
-    def say(self, line: str, **markup: bool) -> None:
-        terminal = self.config.pluginmanager.getplugin("terminalreporter")
-        if terminal:
-            terminal.write_line(line, **markup)
-            terminal.flush()  # progress through a pipe must not wait for the end
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        for uuid, reason in self.leases.quarantined.items():
-            terminalreporter.write_line(f"kdtr: {uuid} was quarantined: {reason}", red=True)
-        left = self.left_out() if self.verdicts and not self.config.option.kdtr_progress else 0
-        if left:
-            terminalreporter.write_line(
-                f"kdtr: {left} cases in specs/ are not for this machine; kdtr gate lists them"
-            )
-
-    def left_out(self) -> int:
-        """How many cases this machine cannot run: nobody should take them for passed."""
-        from harness import spec, stages
-
-        found = [s for s in stages.load_specs(self.config.rootpath) if isinstance(s, spec.Spec)]
-        pairs = [(s, c) for s in found for c in s.cases.values()]
-        return sum(not stages.runs(s, c, self.choice) for s, c in pairs)
-
-
-def last_verdict(case_id: str, words: Path, config: pytest.Config) -> Verdict:
-    """The verdict on a case whose worker died, from the file that the worker left."""
-    from harness.merge import restore
-    from harness.report import Status
-
-    try:
-        head, _, rest = words.read_text(errors="replace").partition("\n")
-    except OSError:
-        head, rest = "", ""
-    if not head or json.loads(head)["id"] != case_id:
-        return lost_verdict(case_id, Status.CRASHED, "its process died between two cases", config)
-    if rest.startswith("{"):
-        return restore(json.loads(rest))
-    if rest.startswith("Timeout ("):
-        message = "not done in time, and it never let go of the interpreter"
-        return lost_verdict(case_id, Status.TIMEOUT, message + "\n" + stack(rest), config)
-    message = f"its process died\n{stack(rest)}".rstrip()
-    return lost_verdict(case_id, Status.CRASHED, message, config)
-
-
-def stack(text: str) -> str:
-    """What faulthandler wrote, cut down to the error and the frames below the judge."""
-    lines = text.splitlines()
-    first = next((line for line in lines if line.startswith("Fatal")), "")
-    start = next((i for i, line in enumerate(lines) if "(most recent call first)" in line), None)
-    for i, line in enumerate(lines):
-        if line.startswith("Current thread"):
-            start = i
-    frames: list[str] = []
-    for line in lines[start + 1 :] if start is not None else []:
-        if "harness/run.py" in line or "harness/plugin.py" in line or not line.strip():
-            break
-        frames.append(line)
-    return "\n".join([first, *frames[:12]]).strip("\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

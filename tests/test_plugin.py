@@ -10,6 +10,7 @@ import pytest
 from throwaway import CASES, ROOT, SHORT, Project
 
 from harness import devices, plugin, report, spec
+from harness.seat import Seat
 
 TWO = "odd = { n = 33, sim = true }\n"
 
@@ -245,7 +246,7 @@ def test_the_longest_of_an_earlier_run_come_first(project):
 def test_a_turn_on_a_shared_gpu_begins_where_the_device_is_used(tmp_path, monkeypatch):
     """A golden must not be made with the GPU in hand, nor may the wait for it count as time."""
     monkeypatch.setenv(devices.LOCKS, str(tmp_path))
-    seat = plugin.Seat("sim", (devices.Gpu("GPU-a"),))
+    seat = Seat("sim", (devices.Gpu("GPU-a"),))
     seat.shared = True
     overran, taken, done = [], threading.Event(), threading.Event()
 

@@ -83,8 +83,8 @@ KERNELS = """
         twice(x, y=y)
 """
 SHORT = """
-    from harness import plugin
-    plugin.GRACE_S = 0.5
+    from harness import seat
+    seat.GRACE_S = 0.5
 """
 
 
