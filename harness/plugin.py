@@ -9,6 +9,7 @@ has `specs/*.toml`.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from harness.report import Verdict
     from harness.spec import Case, Spec
 
+WRITE_S = 60.0  # for the report of a session that ends in the middle of a case
 LARGE = 4 << 30  # bytes of tensors with which a case has a shared GPU to itself
 
 
@@ -238,6 +240,7 @@ class CaseItem(pytest.Item):
         seat = self.config.stash[SEAT]
         if seat.worker:
             seat.leave(verdict)
+        faulthandler.dump_traceback_later(WRITE_S, exit=True)  # in place of the one that is near
         run = self.config.stash[RUN]
         run.add(verdict, limit_s(self.case), seat.uuids)
         run.write()
