@@ -25,16 +25,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path.cwd())]
 
+from ci.legs import Leg, Sampler, differences, markdown  # noqa: E402
 from harness import devices, golden, merge, report, spec, stages  # noqa: E402
 
 TARGETS = {"9.0": "sm_90a", "10.0": "sm_100", "12.0": "sm_120"}
@@ -48,78 +47,44 @@ GOLDEN_WORKERS = 20  # goldens at real shapes take gigabytes each
 OF_RANKS = Path("tests", "scale", "k26_ranks.py")
 
 
-@dataclass
-class Leg:
-    """One run of the gate: on which GPUs, how long, and its report."""
+class Watch:
+    """What the workers of a session are at, from the last words that each keeps (harness/seat.py).
 
-    name: str
-    gpus: list[str]
-    seconds: float = 0.0
-    done: bool = False
-    found: dict[str, Any] = field(default_factory=dict)  # report.json
-    used: dict[str, float] = field(default_factory=dict)  # UUID -> mean utilisation, sampled
+    Workers are numbered: one that replaces another has a number that the first ones had not.
+    """
 
-    @property
-    def cases(self) -> list[dict[str, Any]]:
-        return self.found.get("cases", [])
+    def __init__(self, folder: Path, workers: int):
+        self.folder, self.workers = folder, workers
+        self.cases: dict[Path, list[str]] = {}  # of each worker, in the order in which they begin
+        self.pids: dict[Path, int] = {}
 
-    @property
-    def ran_on(self) -> dict[str, list[str]]:
-        return self.found.get("context", {}).get("ran_on", {})
+    def look(self) -> Path | None:
+        """A worker that has begun its second case, or a later one, since the last look."""
+        begun = None
+        for file in sorted(self.folder.glob("kdtr-run-*/gw*")):
+            try:
+                head = json.loads(file.read_text(errors="replace").partition("\n")[0])
+            except (OSError, ValueError):  # gone, or not yet written
+                continue
+            cases = self.cases.setdefault(file, [])
+            if "pid" in head and head["id"] not in cases:
+                self.pids[file] = head["pid"]
+                cases.append(head["id"])
+                if len(cases) > 1:
+                    begun = file
+        return begun
 
-    def idle(self) -> dict[str, float]:
-        """UUID -> share of the leg in which no case that needs a GPU ran on it."""
-        seconds = self.found.get("context", {}).get("seconds", {})
-        busy = dict.fromkeys(self.gpus, 0.0)
-        for case in self.cases:
-            if case["stage"] != "golden":
-                for uuid in self.ran_on.get(case["id"], []):
-                    busy[uuid] = busy.get(uuid, 0.0) + seconds.get(case["id"], 0.0)
-        whole = max(self.seconds, 1e-9)  # workers that share a GPU are busy while they wait for it
-        return {uuid: round(max(0.0, 1 - busy[uuid] / whole), 3) for uuid in self.gpus}
+    def others(self, worker: Path) -> list[int]:
+        return [pid for file, pid in self.pids.items() if file != worker]
 
-    def as_json(self) -> dict[str, Any]:
-        bad = [f"{c['id']} {c['status']}" for c in self.cases if not c["ok"]]
-        return {
-            "name": self.name, "gpus": self.gpus, "seconds": round(self.seconds, 1),
-            "done": self.done, "cases": len(self.cases), "failed": bad, "idle": self.idle(),
-            "used": self.used, "ran_on": self.ran_on,
-        }  # fmt: skip
-
-
-class Sampler:
-    """What nvidia-smi says of each GPU twice a second; nothing where there is no nvidia-smi."""
-
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, str, float]] = []  # time, UUID, percent
-        query = ["nvidia-smi", "--query-gpu=uuid,utilization.gpu"]
-        query += ["--format=csv,noheader,nounits", "-lms", "500"]
-        try:
-            self.process: Any = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-        except OSError:
-            self.process = None
-            return
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            uuid, _, percent = line.partition(",")
-            if percent.strip().isdigit():
-                self.samples.append((time.monotonic(), uuid.strip(), float(percent)))
-
-    def mean(self, since: float, until: float, uuids: Iterable[str]) -> dict[str, float]:
-        """UUID -> mean utilisation in percent."""
-        means = {}
-        for uuid in uuids:
-            seen = [p for t, u, p in self.samples if u == uuid and since <= t <= until]
-            if seen:
-                means[uuid] = round(sum(seen) / len(seen), 1)
-        return means
-
-    def close(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.wait()
+    def later(self, worker: Path) -> list[str]:
+        """Cases of the workers of that session that came after its first ones."""
+        return [
+            case
+            for file, cases in self.cases.items()
+            if file.parent == worker.parent and int(file.name.removeprefix("gw")) >= self.workers
+            for case in cases
+        ]
 
 
 class Runs:
@@ -273,26 +238,21 @@ class Runs:
         since = time.monotonic()
         names = self.asked.kill or _some(self.pairs, CASES_A_WORKER * len(self.gpus))
         process = self.start(leg, names, TMPDIR=str(words))
-        seen: dict[Path, list[str]] = {}  # a worker's last words -> cases, as they begin
-        pids: dict[Path, int] = {}
-        victim, case, held, until = None, "", [], 0.0
+        watch = Watch(words, len(self.gpus))
+        victim: Path | None = None
+        case, held, until = "", [], 0.0
         while process.poll() is None:
-            for file in sorted(words.glob("kdtr-run-*/gw*")):
-                if (head := _head(file)) is None:
-                    continue
-                pids[file] = head["pid"]
-                cases = seen.setdefault(file, [])
-                if head["id"] not in cases:
-                    cases.append(head["id"])
-                    if victim is None and len(cases) > 1:
-                        victim, case, until = file, head["id"], time.monotonic() + HOLD_S
-                        os.kill(head["pid"], signal.SIGKILL)
-                        held = [pid for other, pid in pids.items() if other != file]
-                        _signal(held, signal.SIGSTOP)
-            there = [f for f in seen if victim and _replaces(f, victim, len(self.gpus))]
-            if held and (there or time.monotonic() > until or self.left() < LAST_S):
-                _signal(held, signal.SIGCONT)
-                held = []
+            begun = watch.look()
+            if victim is None and begun is not None:
+                victim, case, until = begun, watch.cases[begun][-1], time.monotonic() + HOLD_S
+                os.kill(watch.pids[victim], signal.SIGKILL)
+                held = watch.others(victim)
+                _signal(held, signal.SIGSTOP)
+            if held and victim:
+                out_of_time = time.monotonic() > until or self.left() < LAST_S
+                if out_of_time or watch.later(victim):
+                    _signal(held, signal.SIGCONT)
+                    held = []
             if self.left() < LAST_S:
                 _interrupt(process)
             time.sleep(POLL_S)
@@ -301,8 +261,7 @@ class Runs:
         if victim is None:
             self.problems.append("no worker was killed: too few cases ran")
             return
-        gpu = leg.ran_on.get(case, [])
-        later = [c for f, cs in seen.items() if _replaces(f, victim, len(self.gpus)) for c in cs]
+        gpu, later = leg.ran_on.get(case, []), watch.later(victim)
         statuses = {each["id"]: each["status"] for each in leg.cases}
         crashed = [name for name, status in statuses.items() if status == report.Status.CRASHED]
         self.kill = {
@@ -384,99 +343,9 @@ class Runs:
         return 1 if self.problems else 0
 
 
-def differences(legs: Sequence[Leg]) -> tuple[list[str], int]:
-    """Cases whose verdict or bits differ between GPUs, in words; how many ran on several. The run
-    in which a worker is killed tells nothing about verdicts."""
-    seen: dict[str, dict[tuple, list[str]]] = {}
-    for leg in legs:
-        for case in leg.cases:
-            lost = leg.name == "killed" and case["status"] == report.Status.CRASHED
-            if lost or case["stage"] == "golden":
-                continue
-            made = tuple((each["output"], each.get("bits", "")) for each in case["outputs"])
-            where = "+".join(leg.ran_on.get(case["id"], ["?"]))
-            seen.setdefault(case["id"], {}).setdefault((case["status"], made), []).append(where)
-    several = sum(len({w for where in made.values() for w in where}) > 1 for made in seen.values())
-    unlike = []
-    for name, found in sorted(seen.items()):
-        if len(found) > 1:
-            told = "; ".join(
-                f"{status} {dict(made)} on {', '.join(sorted(set(where)))}"
-                for (status, made), where in found.items()
-            )
-            unlike.append(f"{name} differs: {told}")
-    return unlike, several
-
-
-def markdown(found: Mapping[str, Any], name: str) -> str:
-    """The section for the README."""
-    count, problems = len(found["legs"][0]["gpus"]) if found["legs"] else 0, found["problems"]
-    count = max((len(leg["gpus"]) for leg in found["legs"]), default=count)
-    what = f"specs {', '.join(found['subset'])}" if found["subset"] else "the whole gate"
-    lines = [
-        f"### The gate on {count} GPUs of one machine",
-        "",
-        f"{count} x {name}, {found['cores']} cores, `python -m ci.many_gpus --gpus {count}`, "
-        f"{found['seconds']:.0f} s in all; compiling and goldens before the first run took "
-        f"{found['steps'].get('prepare', 0):.0f} s. The runs compared: {what}.",
-        "",
-        "| run | GPUs | seconds | cases | not passed | idle share of each GPU | use (nvidia-smi) |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for leg in found["legs"]:
-        idle = ", ".join(f"{share:.0%}" for share in leg["idle"].values())
-        used = ", ".join(f"{mean:.0f}%" for mean in leg["used"].values())
-        cut = "" if leg["done"] else " (interrupted)"
-        lines.append(
-            f"| {leg['name']} | {len(leg['gpus'])} | {leg['seconds']:.1f}{cut} | {leg['cases']} | "
-            f"{len(leg['failed'])} | {idle} | {used} |"
-        )
-    shares = []
-    for leg in found["legs"]:
-        cases: dict[str, int] = {}
-        for uuids in leg["ran_on"].values():
-            where = "+".join(uuid.removeprefix("GPU-")[:8] for uuid in uuids) or "host"
-            cases[where] = cases.get(where, 0) + 1
-        shares.append(f"{leg['name']}: " + ", ".join(f"{w} {n}" for w, n in sorted(cases.items())))
-    lines += ["", "Cases by GPU: " + "; ".join(shares) + ".", ""]
-    lines.append(
-        f"{found['cases_on_several_gpus']} cases ran on more than one GPU; "
-        f"{sum('differs' in p for p in problems)} differed in verdict or bits."
-    )
-    if kill := found["killed"]:
-        lines += [
-            "",
-            f"A worker was killed in the middle of {kill['case']}: its verdict is "
-            f"{kill['status']}, and its replacement ran {kill['cases_of_the_replacement']} cases "
-            + ("on the same GPU." if kill["replacement_on_the_same_gpu"] else "ELSEWHERE."),
-        ]
-    if found["ranks"]:
-        lines += ["", "| K2.6 MoE layer | T | us | bits |", "|---|---|---|---|"]
-        for row in found["ranks"]:
-            bits = "as one GPU" if row["bits_of_one_gpu"] else "DIFFER"
-            lines.append(f"| {row['on']} | {row['nodes']} | {row['us']:.1f} | {bits} |")
-    if problems:
-        lines += ["", "Not as it should be:", *(f"- {problem}" for problem in problems)]
-    return "\n".join(lines) + "\n"
-
-
 def _doubling(count: int) -> list[int]:
     """1, 2, 4, .. and `count`."""
     return sorted({1 << i for i in range(count.bit_length()) if 1 << i <= count} | {count})
-
-
-def _head(file: Path) -> dict[str, Any] | None:
-    """What a worker has written of the case that it began."""
-    try:
-        head = json.loads(file.read_text(errors="replace").partition("\n")[0])
-    except (OSError, ValueError):  # gone, or not yet written
-        return None
-    return head if "pid" in head else None
-
-
-def _replaces(file: Path, victim: Path, workers: int) -> bool:
-    """Whether these are the words of a worker that came after the first ones of that session."""
-    return file.parent == victim.parent and int(file.name.removeprefix("gw")) >= workers
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

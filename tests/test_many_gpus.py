@@ -5,6 +5,7 @@ import json
 import pytest
 from throwaway import ROOT, Project
 
+from ci import legs as seen
 from ci import many_gpus
 
 SMALL = "".join(f"c{n} = {{ n = {n}, sim = true }}\n" for n in (3, 33))
@@ -62,7 +63,7 @@ def case(name, status="PASSED", bits="00"):
 
 
 def leg(name, gpu, *cases):
-    made = many_gpus.Leg(name, [gpu], 10.0, True)
+    made = seen.Leg(name, [gpu], 10.0, True)
     made.found = {
         "cases": list(cases),
         "context": {"ran_on": {c["id"]: [gpu] for c in cases}, "seconds": {"a": 4.0}},
@@ -75,16 +76,16 @@ def test_gpus_that_disagree_are_named():
         leg("one", "GPU-a", case("a"), case("b")),
         leg("two", "GPU-b", case("a", bits="11"), case("b")),
     ]
-    unlike, several = many_gpus.differences(legs)
+    unlike, several = seen.differences(legs)
     assert several == 2
     assert unlike == ["a differs: PASSED {'y': '00'} on GPU-a; PASSED {'y': '11'} on GPU-b"]
     legs[1] = leg("two", "GPU-b", case("a", "WRONG"))
-    assert "a differs: PASSED" in many_gpus.differences(legs)[0][0]
+    assert "a differs: PASSED" in seen.differences(legs)[0][0]
 
 
 def test_the_case_of_the_killed_worker_is_no_difference():
     legs = [leg("one", "GPU-a", case("a")), leg("killed", "GPU-b", case("a", "CRASHED", ""))]
-    assert many_gpus.differences(legs) == ([], 0)
+    assert seen.differences(legs) == ([], 0)
 
 
 def test_idle_is_what_no_case_took():
