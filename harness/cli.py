@@ -212,7 +212,10 @@ def golden_verify(
         for c in s.cases.values()
         if (c.sim or not sim) and manifest.fits(s, c)
     ]
-    differences = manifest.verify(chosen, select=lambda _, case: case.sim or not sim)
+    try:
+        differences = manifest.verify(chosen, select=lambda _, case: case.sim or not sim)
+    except ValueError as error:
+        fail(error, 1)
     for line in differences:
         say(line)
     if any("not in " in line for line in differences):

@@ -1,5 +1,6 @@
 """The manifest: what verifies, what differs, what is refused."""
 
+import re
 import tomllib
 
 import numpy as np
@@ -8,6 +9,7 @@ from broken.scale import reference
 
 from harness import manifest
 from harness.report import Fault
+from harness.spec import SpecError
 
 INTEGER = ('dtype = "float32", match = { ulp = 1 }', 'dtype = "int8", match = "exact"')
 
@@ -128,3 +130,35 @@ def test_a_fingerprint_sees_a_swap_and_one_wrong_element():
     assert abs(manifest.fingerprint(swapped)[2] - projection) > 1e-6
     values[50, 50] += 1e-3
     assert abs(manifest.fingerprint(values)[1] - mean) > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"fingerprint = \[.*?\]", "fingerprint = [nan, nan, nan]", "output y moved by nan"),
+        (r"fingerprint = \[.*?\]", "fingerprint = [inf, 0.0, 0.0]", "output y moved by"),
+        (r"fingerprint = \[.*?\]", "fingerprint = [1.0]", "its entry is not one"),
+        (r"fingerprint = \[.*?\]", 'fingerprint = ["a", "b", "c"]', "its entry is not one"),
+        (r", drift = 1e-09", "", "its entry is not one"),
+        (r"small = .*", "small = 3", "its entry is not one"),
+        (r"\[scale\]\n.*", "scale = 3", "scale: expected a table of cases"),
+        (r"\[scale\]", "[scale", "expected valid TOML"),
+    ],
+)
+def test_an_edited_entry_never_agrees(load, tmp_path, old, new, said):
+    loaded, path = load(), tmp_path / "goldens" / "manifest.toml"
+    manifest.generate([loaded], "first")
+    text, count = re.subn(old, new, path.read_text())
+    assert count == 1
+    path.write_text(text)
+    try:
+        (found,) = manifest.verify([loaded])
+    except SpecError as error:
+        found = str(error)
+    assert said in found
+
+
+def test_a_stem_with_dots_keeps_its_place(load):
+    loaded = [load(name=name) for name in ("scale", "scale.v2", "scale..x")]
+    manifest.generate(loaded, "first")
+    assert manifest.verify(loaded) == []
