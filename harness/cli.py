@@ -64,7 +64,11 @@ def main() -> None:
             mount(name, target, text)
         else:
             app.command(name, help=text)(_imported_when_called)
-    app(prog_name="kdtr")
+    try:
+        app(prog_name="kdtr")
+    except OSError as error:  # a full disk, a file that is a folder: it names the file
+        print(f"kdtr: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _there(target: str) -> bool:
@@ -355,6 +359,8 @@ def report_merge(
         verdicts, context = merge.shards(reports, receipts.sources_digest(specs))
     except (LookupError, merge.MergeError) as error:
         fail(error, 1)
+    if receipt and context["device"] != "cuda":
+        fail("--receipt is evidence from a GPU, and these runs were in the simulator")
     written = report.write(out / "report.json", verdicts, **context)
     show(report.table(verdicts))
     for case in written["cases"]:

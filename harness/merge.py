@@ -47,10 +47,10 @@ def _number(value: Any) -> Any:
 
 
 def read(path: Path | str) -> dict[str, Any]:
-    """A report.json, checked against its schema. `path` may be the folder that holds it."""
+    """A report.json, checked against schema and seal. `path` may be the folder that holds it."""
     import jsonschema
 
-    from harness.report import schema
+    from harness.report import schema, seal
 
     path = Path(path)
     if path.is_dir():
@@ -62,6 +62,8 @@ def read(path: Path | str) -> dict[str, Any]:
         raise MergeError(f"{path}: not a report: {error}") from None
     except jsonschema.ValidationError as error:
         raise MergeError(f"{path}: not a report: {error.message}") from None
+    if found["seal"] != seal(found):
+        raise MergeError(f"{path}: not as it was written: its seal is not that of its content")
     return found
 
 

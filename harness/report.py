@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -192,13 +193,20 @@ def totals(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def as_report(verdicts: Sequence[Verdict], **context: Any) -> dict[str, Any]:
     """The content of report.json; `context` (device list, command line) is added to `context`."""
-    return {
+    content = {
         "version": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "context": {"python": platform.python_version(), **_versions(), **context},
         "cases": [_case(v) for v in verdicts],
         "totals": totals(verdicts),
     }
+    return {**content, "seal": seal(content)}
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """sha256 of all but the seal itself, so that an edit by hand shows."""
+    rest = {key: value for key, value in content.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def schema() -> dict[str, Any]:
