@@ -6,25 +6,28 @@ the report, so that a case that vanished on the way fails as surely as one that 
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import certificates, devices, merge, receipts, report, spec
+from harness import certificates, devices, merge, orphans, receipts, report, spec
 from harness.spec import Case, Spec, SpecError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK_S = 0.5  # how often a session is looked at
+LINGER_S = 60.0  # that it may take to end after its report
 Pair = tuple[Spec, Case]
 
 
@@ -115,6 +118,7 @@ def unjudged(found: Mapping[str, Any], specs: Sequence[Spec | SpecError]) -> lis
     context = found["context"]
     narrowing = dict(context.get("asked", {}))
     gpus = tuple(devices.Gpu(str(i)) for i in range(narrowing.pop("gpus", 1)))
+    narrowing.pop("kernel", None)
     choice = devices.Choice(context["device"], gpus, "")
     asked = select(specs, choice, shard=_pair(context.get("shard")), **narrowing)
     wanted = [report.broken(e).id for e in asked.broken] + [s.case_id(c) for s, c in asked.here]
@@ -164,17 +168,21 @@ class Gate:
         if broken := [report.broken(e) for e in self.asked.broken]:
             self.reports.append(report.as_report(broken))
         try:
-            for i, stage in enumerate(stages):
-                if not self.asked.of_stage(stage) and (i or not self.asked.broken):
-                    continue
-                if self.stage(stage, scratch) or (self.keep_going and not self.interrupted):
-                    continue
-                left = [s for s in stages[i + 1 :] if self.asked.of_stage(s)]
-                self.problems += [f"stage {s} did not run: stage {stage} failed" for s in left]
-                break
+            with orphans.ended():
+                self.run_stages(stages, scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return self.conclude()
+
+    def run_stages(self, stages: Sequence[str], scratch: Path) -> None:
+        for i, stage in enumerate(stages):
+            if not self.asked.of_stage(stage) and (i or not self.asked.broken):
+                continue
+            if self.stage(stage, scratch) or (self.keep_going and not self.interrupted):
+                continue
+            left = [s for s in stages[i + 1 :] if self.asked.of_stage(s)]
+            self.problems += [f"stage {s} did not run: stage {stage} failed" for s in left]
+            return
 
     # -- one stage
 
@@ -226,7 +234,7 @@ class Gate:
         command += ["-n", str(workers)]
         if workers:
             command += ["--dist", "load", "--maxschedchunk", "1"]
-        code = self.wait(command, max(1, devices.cores() // max(1, workers)))
+        code = self.wait(command, max(1, devices.cores() // max(1, workers)), folder)
         try:
             found = merge.read(folder)
         except merge.MergeError:
@@ -235,6 +243,8 @@ class Gate:
         self.reports.append(found)
         if code not in (0, 1):
             self.problems.append(f"stage {stage}: pytest ended with {code}")
+        elif code and all(case["ok"] for case in found["cases"]):
+            self.problems.append(f"stage {stage}: pytest failed, though every verdict is good")
 
     def targets(self, pairs: Sequence[Pair]) -> list[str]:
         """What pytest is told to collect."""
@@ -248,11 +258,12 @@ class Gate:
             return min(devices.Leases(self.choice.gpus, gpus).workers(), cases)
         return min(devices.cores(), cases)
 
-    def wait(self, command: Sequence[str], threads: int) -> int:
+    def wait(self, command: Sequence[str], threads: int, folder: Path) -> int:
         """Run pytest and pass on an interrupt, so that it can write what it has.
 
         Each worker's BLAS gets `threads`, unless the caller has said how many: left alone it takes
-        as many as there are cores, in every worker.
+        as many as there are cores, in every worker. Its report in `folder` is the last thing that
+        it does: what keeps it from ending then is a thread that some launcher has left running.
         """
         # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -262,10 +273,17 @@ class Gate:
         )
         before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
         try:
+            done = math.inf  # when it had written its report
             while True:
                 try:
-                    code = process.wait()
+                    code = process.wait(LOOK_S)
                     break
+                except subprocess.TimeoutExpired:
+                    if (folder / "report.json").exists():
+                        done = min(done, time.monotonic())
+                    if time.monotonic() - done > LINGER_S:
+                        self.problems.append("pytest did not end: a launcher left a thread running")
+                        process.kill()
                 except KeyboardInterrupt:
                     self.interrupted = True  # the terminal has sent it to pytest as well
         finally:
@@ -287,7 +305,7 @@ class Gate:
         context: dict[str, Any] = {"device": self.choice.device}
         context |= merge.contexts(self.reports)
         context["sources"] = receipts.sources_digest(self.specs)
-        context["asked"] = {"gpus": len(self.choice.gpus), **self.narrowing}
+        context["asked"] = {"gpus": len(self.choice.gpus), "kernel": self.kernel, **self.narrowing}
         if (self.root / certificates.FOLDER).is_dir():
             context["mutation"] = certificates.summary(self.root, readable(self.specs))
         if self.shard:
@@ -356,7 +374,7 @@ def _tied_to(parent: int) -> Callable[[], None] | None:
 
     Where the system has no such thing (it is Linux's), the child outlives a killed parent.
     """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    prctl = orphans.prctl()
     if prctl is None:
         return None
 

@@ -182,6 +182,30 @@ def test_a_gate_that_is_killed_takes_its_workers_with_it(project):
     process.communicate(timeout=50)  # ends when nobody holds the pipe any more; it hangs for 60 s
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
+def test_what_a_launcher_leaves_running_does_not_outlive_the_gate(project):
+    """A thread keeps pytest from ending, a process holds the output: each of them for 100 s."""
+    project.write(
+        "mine/leaves.py",
+        """
+        import os, threading, time
+        from mine.twice import twice
+
+        def leaves(x, *, y):
+            threading.Thread(target=time.sleep, args=(100,)).start()
+            if os.fork() == 0:
+                time.sleep(100)
+            twice(x, y=y)
+        """,
+    )
+    impatient = "from harness import cli, stages; stages.LINGER_S = 0.1; cli.main()"
+    call = "gate -n 0 --case five --spec twice --kernel mine.leaves:leaves".split()
+    done = project.run("-c", impatient, *call, timeout=60)
+    assert done.returncode == 1
+    assert "pytest did not end: a launcher left a thread running" in done.stdout
+    assert "1 passed, 0 failed" in done.stdout
+
+
 def test_a_missing_kernel_module_is_told_once_before_anything_runs(project):
     for run in (project.gate, project.pytest):
         done = run(*(["--spec", "twice"] if run == project.gate else []), "--kernel", "nowhere:f")
@@ -324,14 +348,19 @@ def test_shards_join_to_the_whole(project):
     doubled = project.kdtr("report", "merge", *paths, "out/1")
     assert (doubled.returncode, "shard 1 is also in" in doubled.stdout) == (1, True)
 
-    empty = project.folder / "out" / "2" / "report.json"
-    text = json.loads(empty.read_text())
+    edited = project.folder / "out" / "2" / "report.json"
+    kept, text = edited.read_text(), json.loads(edited.read_text())
     text["cases"], text["totals"]["cases"] = [], 0
-    kept = empty.read_text()
-    empty.write_text(json.dumps(text))
+    edited.write_text(json.dumps(text))
+    forged = project.kdtr("report", "merge", *paths)
+    assert (forged.returncode, "not as it was written" in forged.stdout) == (1, True)
+    edited.write_text(json.dumps({**text, "seal": report.seal(text)}))
     gone = project.kdtr("report", "merge", *paths)
     assert (gone.returncode, "was asked for and has no verdict" in gone.stdout) == (1, True)
-    empty.write_text(kept)
+    edited.write_text(kept)
+    nowhere = project.kdtr("report", "merge", *paths, "--out", "specs/twice.toml")
+    assert nowhere.returncode == 1
+    assert nowhere.stdout.splitlines()[-1].startswith("kdtr: [Errno 17] File exists")
 
     project.spec("more", cases=CASES + "later = { n = 9, sim = true }\n")
     stale = project.kdtr("report", "merge", *paths)
