@@ -244,8 +244,10 @@ def _check_expected(spec: Spec, case: Case, golden: Golden, output: Output) -> N
         _check(f"{where}.magnitude", magnitude, shape, np.dtype(np.float64))
         for want, size in zip(chunks(values), chunks(magnitude), strict=True):
             finite = np.isfinite(want)
-            if not np.all(size[finite] >= 0):
-                raise Fault(Status.GOLDEN_ERROR, f"{where}.magnitude is negative or NaN")
+            if not np.all((size[finite] >= 0) & (size[finite] < math.inf)):
+                raise Fault(
+                    Status.GOLDEN_ERROR, f"{where}.magnitude is negative, infinite or NaN somewhere"
+                )
             if output.match.kind == "dot" and np.any(
                 np.abs(want[finite]) > size[finite] * (1 + 1e-9)
             ):

@@ -168,8 +168,9 @@ DOT = ("{ ulp = 1 }", '{ bound = "dot", terms = 8, slack = 2 }')
     [
         (None, "lacks y.magnitude"),
         (RAMP[:1], "y.magnitude has shape"),
-        (RAMP - 1, "y.magnitude is negative or NaN"),
-        (RAMP * np.nan, "y.magnitude is negative or NaN"),
+        (RAMP - 1, "y.magnitude is negative, infinite or NaN"),
+        (RAMP * np.nan, "y.magnitude is negative, infinite or NaN"),
+        (RAMP + np.inf, "y.magnitude is negative, infinite or NaN"),
         (RAMP * 0.99, "y.magnitude is smaller than |y|"),
     ],
 )

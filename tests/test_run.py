@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
-from broken.scale import inputs, scale
+from broken.scale import inputs, reference, scale
 
 from harness import golden, report, run, spec
 from harness.report import Fault, Status
@@ -80,8 +80,7 @@ def test_a_launcher_that_does_nothing_leaves_the_poison(judge):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "bool"])
 def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, dtype, second):
     """Any byte may be right for an integer: only two poisons can tell."""
-    bits = np.full((3, 8), run.poison(dtype, second), f"u{np.dtype(dtype).itemsize}")
-    answer = bits.view(dtype)
+    answer = run.poison(dtype, 24, second).view(dtype).reshape(3, 8)
 
     def constant(x, *, factor, y):
         y.copy_to_device(answer)
@@ -97,12 +96,15 @@ def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, d
 
 
 @pytest.mark.parametrize("dtype", list(spec.DTYPES))
-def test_the_two_poisons_differ_and_floats_are_nan(dtype):
-    kind = spec.DTYPES[dtype]
-    patterns = [run.poison(dtype, second) for second in (False, True)]
-    assert patterns[0] != patterns[1]
-    values = np.array(patterns, f"u{kind.itemsize}").view(kind)
-    assert dtype not in spec.FLOATS or np.isnan(values).all()
+def test_the_two_poisons_differ_everywhere(dtype):
+    first, second = (run.poison(dtype, 6, second) for second in (False, True))
+    assert (first != second).all()
+    if dtype in spec.FLOATS:
+        assert np.isnan(first.view(spec.DTYPES[dtype]).astype(float)).all()
+        huge = second.view(spec.DTYPES[dtype]).astype(float)
+        assert np.isfinite(huge).all()
+        assert (huge[:3] > 5e4).all()
+        assert (huge[3:] < -5e4).all()
 
 
 @simulator_only
@@ -173,6 +175,33 @@ def test_a_kernel_that_reads_its_poisoned_output_is_seen(judge):
     assert judge(accumulates).status in (Status.UNWRITTEN, Status.NONFINITE)
 
 
+@pytest.mark.parametrize("keep", [np.fmax, np.fmin, lambda y, x: np.nan_to_num(y) + x])
+def test_a_kernel_that_folds_into_what_was_there_and_drops_nan_is_seen(judge, keep):
+    def folds(x, *, factor, y):
+        y.copy_to_device(keep(y.copy_to_host(), x.copy_to_host() * np.float32(factor)))
+
+    verdict = judge(folds)
+    assert verdict.status is Status.NONDETERMINISTIC
+    assert "on other values in outputs and scratch" in verdict.outputs[0].message
+
+
+@pytest.mark.parametrize("keep", [np.maximum, np.minimum])
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_an_integer_that_is_folded_into_what_was_there_is_seen(judge, oracle, keep, dtype):
+    answer = np.arange(1000, 1024).reshape(3, 8).astype(dtype)
+
+    def folds(x, *, factor, y):
+        y.copy_to_device(keep(y.copy_to_host(), answer))
+
+    verdict = judge(
+        folds,
+        ('dtype = "float32", match = { ulp = 1 }', f'dtype = "{dtype}", match = "exact"'),
+        oracle(lambda *, x, factor: {"y": answer}),
+        FIRST,
+    )
+    assert not verdict.status.ok
+
+
 def test_an_inout_output_starts_from_its_initial_value_in_both_runs(judge, oracle):
     def adds(*, factor, x):
         x.copy_to_device(x.copy_to_host() + np.float32(factor))
@@ -212,6 +241,38 @@ def test_a_result_remembered_from_the_first_run_is_stale_not_right(judge):
         calls.append(1)
 
     assert judge(once).status is Status.NONDETERMINISTIC
+
+
+def test_a_launcher_that_knows_its_inputs_by_their_address_is_seen(judge):
+    """As one that repacks weights once and looks them up by pointer afterwards."""
+    packed = {}
+
+    def remembers(x, *, factor, y):
+        key = id(x)
+        if key not in packed:
+            packed[key] = x.copy_to_host() * np.float32(factor)
+        y.copy_to_device(packed[key])
+
+    verdict = judge(remembers)
+    assert verdict.status is Status.WRONG
+    assert "on other inputs in the same memory" in verdict.message
+    assert "y: WRONG" in verdict.message
+
+
+@pytest.mark.parametrize(
+    "match",
+    ["{ ulp = 10000000000 }", '{ bound = "companion", slack = 9.0 }'],
+)
+def test_a_match_that_zeros_would_pass_is_vacuous(judge, oracle, match):
+    def magnitude(*, x, factor):
+        y = x.astype(np.float64) * factor
+        return {"y": y, "y.magnitude": np.abs(y)}
+
+    changes = (("{ ulp = 1 }", match), oracle(magnitude if "bound" in match else reference))
+    verdict = judge(None, *changes)
+    assert verdict.status is Status.VACUOUS
+    assert "zeros would pass for y" in verdict.message
+    assert judge(None, *changes, ("sim = true", 'sim = true, constant = "why"')).ok
 
 
 # -- exceptions ----------------------------------------------------------------------------------
@@ -328,6 +389,25 @@ def test_an_oracle_that_leaves_is_a_golden_error(judge, oracle, leave):
     verdict = judge(None, oracle(reference))
     assert verdict.status is Status.GOLDEN_ERROR
     assert "not today" in verdict.message
+
+
+def test_a_launcher_cannot_say_that_it_passed(judge):
+    def says(x, *, factor, y):
+        raise Fault(Status.PASSED, "all is well")
+
+    assert judge(says).status is Status.CRASHED
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [dict, lambda *, x, factor: {"y": x.astype(float) * factor, 3: x}],
+    ids=["no_signature", "no_name"],
+)
+def test_what_the_judge_itself_trips_over_is_a_verdict(judge, oracle, broken):
+    verdict = judge(None, oracle(broken))
+    assert verdict.status is Status.CRASHED
+    assert "the judge could not go on: " in verdict.message
+    assert "golden.py" in verdict.message
 
 
 def test_an_error_that_cannot_be_told_is_a_crash_all_the_same(judge):
