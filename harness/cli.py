@@ -66,7 +66,7 @@ def main() -> None:
             app.command(name, help=text)(_imported_when_called)
     try:
         app(prog_name="kdtr")
-    except OSError as error:  # a full disk, a file that is a folder: it names the file
+    except (OSError, MemoryError) as error:  # a full disk, a folder for a file: it names what
         print(f"kdtr: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import time
 from collections import Counter
@@ -102,7 +103,7 @@ def decode(
         Device,
         typer.Option(metavar="auto|cuda|sim|reference", help="auto: a GPU, else the reference."),
     ] = Device.auto,
-    temperature: Annotated[float, typer.Option(help="0: the most probable token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the most probable token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of replay's mistakes.")] = 0,
     eos: Annotated[
         str | None, typer.Option(metavar="IDS", help="Tokens that end a text; none: never.")
@@ -133,9 +134,12 @@ def decode(
     if not prompts:
         fail("give a prompt: --prompt-tokens 3,4,5 or --text TEXT")
     chances = numbers(accuracy, "--accuracy")
+    if not all(0 <= chance <= 1 for chance in chances):
+        fail(f"--accuracy: expected shares from 0 to 1, got {accuracy!r}")
+    ends = None if eos is None else [] if eos == "none" else ids(eos, "--eos")
     opened = open_bundle(path)
     vocabulary = opened.config["vocab_size"]
-    for token in [token for prompt in prompts for token in prompt]:
+    for token in [token for each in (*prompts, ends or ()) for token in each]:
         if not 0 <= token < vocabulary:
             fail(f"token {token} is not one of the {vocabulary} of {path}")
     curve = None if costs in (None, MEASURE) else cost_curve(costs or "", budget)
@@ -144,7 +148,7 @@ def decode(
         fail("--costs measure times the engine: --device cuda or sim")
     settings: dict[str, Any] = {
         "max_new": max_new,
-        "eos": None if eos is None else [] if eos == "none" else ids(eos, "--eos"),
+        "eos": ends,
         "context": context,
         "temperature": temperature,
         "seed": seed,
@@ -200,12 +204,12 @@ def chosen(device: Device, ranks: int | None) -> Place:
     """Choose once, before anything loads numba."""
     if ranks is not None and (ranks < 1 or device is Device.reference):
         fail(f"--tp {ranks} on {device.value}: it takes 1 or more, and splits the engine alone")
-    if device is Device.auto:
-        devices = importlib.import_module("harness.devices")
+    devices = importlib.import_module("harness.devices")
+    if device in (Device.auto, Device.cuda):
         try:
-            usable = devices.choose("auto").device == "cuda"
-        except devices.DeviceError:
-            usable = False
+            usable = devices.choose(device.value).device == "cuda"
+        except devices.DeviceError as error:
+            fail(error)
         device = Device.cuda if usable else Device.sim if ranks else Device.reference
     if device is Device.reference:
         return Place("reference", False)
@@ -254,7 +258,7 @@ def cost_curve(text: str, budget: int) -> np.ndarray:
         nodes, costs = zip(*points, strict=True)
     except ValueError:
         fail(f"--costs: expected NODES:TIME pairs like 0:1,16:1.2,64:2, got {text!r}")
-    if nodes[0] != 0 or nodes[-1] < budget or min(costs) <= 0:
+    if nodes[0] != 0 or nodes[-1] < budget or not all(0 < cost < math.inf for cost in costs):
         fail(f"--costs: need positive times for 0 to {budget} nodes, got {text!r}")
     return np.interp(np.arange(budget + 1), nodes, costs)
 

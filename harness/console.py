@@ -55,7 +55,9 @@ Workers = Annotated[
 Folder = Annotated[Path, typer.Option("--report", metavar="DIR", help="Where the report goes.")]
 LeaseWait = Annotated[
     float,
-    typer.Option("--lease-wait", metavar="S", help="Seconds to wait for GPUs that others hold."),
+    typer.Option(
+        "--lease-wait", min=0, metavar="S", help="Seconds to wait for GPUs that others hold."
+    ),
 ]
 
 
@@ -63,7 +65,7 @@ def worker_count(text: str, *, least: int = 1) -> int | None:
     """A number of workers; None for auto. Leaves with a message for anything else."""
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < least:
+    if not text.isdecimal() or int(text) < least:
         fail(f"-n takes a number or auto, got {text!r}")
     return int(text)
 

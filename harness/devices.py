@@ -115,7 +115,7 @@ def narrow(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     for entry in _entries(visible):
         if entry.startswith("MIG-"):
             found = [Gpu(entry, name="MIG")]
-        elif entry.isdigit():
+        elif entry.isdecimal():
             found = list(gpus[int(entry) : int(entry) + 1])
         else:
             found = [g for g in gpus if g.uuid.startswith(entry)]
@@ -354,7 +354,7 @@ def of_shard(case_id: str, index: int, count: int) -> bool:
 def shard(text: str) -> tuple[int, int]:
     """ "2/3" becomes (2, 3)."""
     index, _, count = text.partition("/")
-    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"a shard is I/N with 1 <= I <= N, got {text!r}")
     return int(index), int(count)
 

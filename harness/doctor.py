@@ -114,7 +114,7 @@ def gpus() -> list[Finding]:
 
 
 def _key(text: str) -> list[int]:
-    return [int(part) for part in text.split(".") if part.isdigit()]
+    return [int(part) for part in text.split(".") if part.isdecimal()]
 
 
 def _at_least(text: str, *least: int) -> bool:

@@ -31,6 +31,7 @@ def test_help_shows_every_command_and_imports_no_numba(project):
         ("gate --spec twice --case odder", 2, "no case 'odder'; there is odd"),
         ("gate --kernel mine.twice:wrong", 2, "say which with --spec NAME"),
         ("gate --shard 4/3", 2, "a shard is I/N"),
+        ("gate -n ²", 2, "-n takes a number or auto, got '²'"),
         ("gate -n many", 2, "-n takes a number or auto, got 'many'"),
         ("gate --receipt --device sim", 2, "--receipt is evidence from a GPU"),
         ("gate --device sim --case big", 1, "cannot run here (asked for): specs/twice.toml::big"),
@@ -39,6 +40,7 @@ def test_help_shows_every_command_and_imports_no_numba(project):
         ("golden generate", 2, "a golden changes only for a reason"),
         ("golden verify nothing", 2, "no spec 'nothing'"),
         ("report merge gone", 1, "gone: not a report"),
+        ("bundle make tiny-int4 --out specs", 1, "specs: is a directory"),
         ("frobnicate", 2, "frobnicate"),
     ],
 )

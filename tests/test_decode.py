@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from goldens import bundles, sample
@@ -13,7 +14,7 @@ from goldens.drafters import Ngram, Replay, nothing, replay_table
 from goldens.forward import forward
 from goldens.model import Weights
 from goldens.numerics import Stream
-from harness import cli_bundle, cli_decode
+from harness import cli_bundle, cli_decode, devices
 
 LENGTH = 7
 FAITHFUL = [True, False]
@@ -452,9 +453,23 @@ def test_the_command_tells_a_difference(path, capsys):
         (["--prompt-tokens", "3", "--accuracy", "often"], "--accuracy"),
         (["--prompt-tokens", "3", "--costs", "0:1,3:2"], "--costs"),
         (["--prompt-tokens", "3", "--costs", "measure"], "--device cuda"),
+        (["--prompt-tokens", "3", "--costs", "0:1,16:nan"], "--costs"),
+        (["--prompt-tokens", "3", "--accuracy", "nan"], "--accuracy"),
+        (["--prompt-tokens", "3", "--temperature", "-1"], "--temperature"),
+        (["--prompt-tokens", "3", "--eos", "9999"], "9999"),
         (["--prompt-tokens", "3", "--length", "0"], "--length"),
         (["--prompt-tokens", "3", "--tp", "2"], "splits the engine alone"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_a_call(path, arguments, says):
     assert says in kdtr("decode", path, *arguments, "--device", "reference", code=2)
+
+
+def test_a_gpu_that_is_not_there_is_told_in_a_line(monkeypatch, capsys):
+    def none(request):
+        raise devices.DeviceError(f"--device {request}: there is none")
+
+    monkeypatch.setattr(devices, "choose", none)
+    with pytest.raises(typer.Exit):
+        cli_decode.chosen(cli_decode.Device.cuda, None)
+    assert "--device cuda: there is none" in capsys.readouterr().err
