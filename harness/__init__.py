@@ -6,6 +6,7 @@ one case   spec       a TOML file becomes Spec and Case; nothing else knows the 
            compare    exact, ulp or a derived bound
            report     verdicts as text, JSON and a page; merge: several reports into one
 all cases  stages     the gate: a pytest session a stage, reconciled with what was asked for
+           orphans    what a launcher leaves running ends with the gate
            plugin     pytest hooks; seat: what a process may use; controller: leases, verdicts
            devices    GPUs and their leases; probe: what the driver says; doctor: what follows
 evidence   sources    the files behind a verdict; receipts: what a GPU passed from them
