@@ -70,14 +70,14 @@ def run_cases(ids: list[str]) -> None:
 
 def judge(spec: Any, case: Any) -> tuple[str, str]:
     """Status and message of one launch, with nothing around the tensors and nothing in them."""
-    from harness import golden, run
+    from harness import golden, launch
     from harness.compare import Actual, compare
     from harness.report import Fault
 
     try:
         made = golden.make(spec, case)
-        launcher = run.load_launcher(spec)
-        prepared = run.Prepared(spec, case, made, guard=0)
+        launcher = launch.load_launcher(spec)
+        prepared = launch.Prepared(spec, case, made, guard=0)
         launcher(**prepared.arguments(launcher, second=False, poisoned=False))
         results = compare(spec, case, made, Actual(prepared.outputs(), prepared.device))
         prepared.free()

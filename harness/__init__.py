@@ -2,7 +2,8 @@
 
 one case   spec       a TOML file becomes Spec and Case; nothing else knows the format
            golden     the oracle's inputs and expected values; manifest: what is committed of it
-           run        poison, guards, launch, look; alarm: a limit for what may never end
+           run        two runs become a verdict; launch: one of them, and what is looked at;
+                      memory: poison and guard bands; alarm: a limit for what may never end
            compare    exact, ulp or a derived bound
            report     verdicts as text, JSON and a page; merge: several reports into one
 all cases  stages     the gate: a pytest session a stage, reconciled with what was asked for

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from harness import golden as goldens
-from harness import run
+from harness import launch
 from harness.bench_clock import Replay
 from harness.compare import Actual, compare
 from harness.golden import Golden
@@ -33,9 +33,9 @@ class Timed:
         self.spec, self.case, self.golden = spec, case, golden
         self.id = spec.case_id(case)
         try:
-            self.launcher = run.load_launcher(spec)
-            run.check_signature(spec, case, self.launcher)
-            self.prepared = run.Prepared(spec, case, golden)
+            self.launcher = launch.load_launcher(spec)
+            launch.check_signature(spec, case, self.launcher)
+            self.prepared = launch.Prepared(spec, case, golden)
             self.first = self._once()
         except Fault as fault:
             raise WrongResult(f"{self.id} is {fault.status}: {fault.message}") from fault

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from filelock import FileLock
 
 from harness import sources
 from harness.alarm import time_limit
-from harness.report import Fault, Status, replace_file, told
+from harness.report import Fault, Status, replace_file, told_where
 from harness.spec import FLOATS, Case, Output, Spec
 
 CHUNK = 1 << 22  # elements handled at once, so that temporaries stay near 100 MB
@@ -93,7 +92,7 @@ def oracle(spec: Spec) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, and pytest.skip, which would be no failure
-        raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}: {_told(error)}") from error
+        raise Fault(Status.GOLDEN_ERROR, f"{spec.reference}: {told_where(error)}") from error
     for name in ("inputs", "reference", *(["witness"] if spec.stage == "golden" else [])):
         if not callable(getattr(module, name, None)):
             raise Fault(Status.SPEC_ERROR, f"{spec.reference} has no function {name}(...)")
@@ -310,15 +309,10 @@ def _call(function: Callable, module: str, offered: Mapping[str, Any], *args: An
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise Fault(Status.GOLDEN_ERROR, f"{name}: {_told(error)}") from error
+        raise Fault(Status.GOLDEN_ERROR, f"{name}: {told_where(error)}") from error
     if not isinstance(returned, dict):
         raise Fault(Status.GOLDEN_ERROR, f"{name} returned {type(returned).__name__}, not a dict")
     return returned
-
-
-def _told(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{told(error)} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _same_names(where: str, got: Iterable, want: Iterable, optional: Iterable = ()) -> None:

@@ -83,10 +83,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 def _judge(spec: Any, case: Any, limit_s: float | None, *, once: bool = False) -> dict[str, Any]:
     """once: one run is enough, because it is the gate that judges the kernel as it is."""
-    from harness import compare, golden, run
+    from harness import compare, golden, memory, run
 
     flaw, headroom, excess, message = "", None, None, ""
-    if not run.simulated() and limit_s:
+    if not memory.simulated() and limit_s:
         case = replace(case, timeout_s=limit_s)
     try:
         with _processor_time(limit_s):

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -64,6 +65,15 @@ def told(error: BaseException) -> str:
     except Exception as another:
         text = f"its text cannot be had, {type(another).__name__}"
     return f"{type(error).__name__}: {text}"
+
+
+def told_where(error: BaseException) -> str:
+    """Type, text, notes and the innermost line of an error that is not some library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1])
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return f"{told(error)}{notes} ({where})"
 
 
 @dataclass(frozen=True)

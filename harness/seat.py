@@ -32,6 +32,7 @@ CHOICE = pytest.StashKey[devices.Choice]()  # of a session: the device
 SEAT = pytest.StashKey["Seat"]()  # of a process
 GRACE_S = 5.0  # between one time limit and the next
 LOST = 70  # exit status of a worker that ends itself
+OURS = ("harness/launch.py", "harness/run.py", "harness/plugin.py")  # no frames of the judged
 
 
 class Seat:
@@ -200,7 +201,7 @@ def stack(text: str) -> str:
             start = i
     frames: list[str] = []
     for line in lines[start + 1 :] if start is not None else []:
-        if "harness/run.py" in line or "harness/plugin.py" in line or not line.strip():
+        if not line.strip() or any(file in line for file in OURS):
             break
         frames.append(line)
     return "\n".join([first, *frames[:12]]).strip("\n")

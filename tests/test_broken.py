@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import report, run, spec
+from harness import memory, report, run, spec
 from harness.report import Status
 
 SPECS = Path(__file__).parent / "broken" / "specs"
@@ -13,7 +13,7 @@ SPECS = Path(__file__).parent / "broken" / "specs"
 # The simulator stops at the access and names the thread; on a GPU the guard band tells.
 PAST = (
     "index 216 is out of bounds"
-    if run.simulated()
+    if memory.simulated()
     else "behind the end of y: 1 elements, first at end + 0"
 )
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import run
+from harness import memory
 from harness.report import Status
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(run.simulated(), reason="needs a GPU, and this is the simulator")
+pytestmark = pytest.mark.skipif(memory.simulated(), reason="needs a GPU, and this is the simulator")
 
 SCRIPT = """
 import dataclasses, json, os, sys

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from engine import device
-from harness import run, spec
+from harness import launch, memory, spec
 
-pytestmark = pytest.mark.skipif(not run.simulated(), reason="needs no GPU, and runs without one")
+pytestmark = pytest.mark.skipif(not memory.simulated(), reason="needs no GPU, and runs without one")
 
 ROOT = Path(__file__).parents[1]
 ALL = [s for s in map(spec.load, spec.discover(ROOT)) if s.stage == "kernel"]
@@ -41,7 +41,7 @@ def call_of(each):
     cases = [c for c in each.cases.values() if not c.unsupported and c.gpus == 1]
     cases = [c for c in cases if all(np.prod(s) for s in each.shapes(c).values())]  # no empty ones
     case = min(cases, key=lambda c: sum(np.prod(s) for s in each.shapes(c).values()))
-    launcher = run.load_launcher(each)
+    launcher = launch.load_launcher(each)
     shapes, tensors = each.shapes(case), each.tensors()
     arrays = {n: device.empty(shapes[n], t.numpy_dtype) for n, t in tensors.items()}
     return launcher, arrays, dict(case.scalars)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from broken.scale import inputs, reference, scale
 
-from harness import golden, report, run, spec
+from harness import golden, launch, memory, report, run, spec
 from harness.report import Fault, Status
 
 simulator_only = pytest.mark.skipif(
-    "not __import__('harness.run', fromlist=['x']).simulated()",
+    "not __import__('harness.memory', fromlist=['x']).simulated()",
     reason="reaches behind the arrays of the simulator",
 )
 
@@ -40,7 +40,7 @@ def test_a_right_launcher_passes_and_is_timed(judge):
     assert verdict.kernel == "broken.scale:scale"
     assert verdict.time_us > 0
     assert verdict.headroom == 0.0
-    assert verdict.device == run.device_name()
+    assert verdict.device == launch.device_name()
     assert len(verdict.digest) == 64
 
 
@@ -80,7 +80,7 @@ def test_a_launcher_that_does_nothing_leaves_the_poison(judge):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "bool"])
 def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, dtype, second):
     """Any byte may be right for an integer: only two poisons can tell."""
-    answer = run.poison(dtype, 24, second).view(dtype).reshape(3, 8)
+    answer = memory.poison(dtype, 24, second).view(dtype).reshape(3, 8)
 
     def constant(x, *, factor, y):
         y.copy_to_device(answer)
@@ -97,7 +97,7 @@ def test_poison_that_is_the_answer_is_not_held_against_a_kernel(judge, oracle, d
 
 @pytest.mark.parametrize("dtype", list(spec.DTYPES))
 def test_the_two_poisons_differ_everywhere(dtype):
-    first, second = (run.poison(dtype, 6, second) for second in (False, True))
+    first, second = (memory.poison(dtype, 6, second) for second in (False, True))
     assert (first != second).all()
     if dtype in spec.FLOATS:
         assert np.isnan(first.view(spec.DTYPES[dtype]).astype(float)).all()
@@ -120,7 +120,7 @@ def test_the_two_poisons_differ_everywhere(dtype):
 def test_one_byte_outside_is_seen(judge, at, said):
     def outside(x, *, factor, y):
         scale(x, factor=factor, y=y)
-        y._ary.base[run.GUARD + at] ^= 1
+        y._ary.base[memory.GUARD + at] ^= 1
 
     verdict = judge(outside)
     assert verdict.status is Status.OUT_OF_BOUNDS, report.failure_text(verdict)
@@ -131,7 +131,7 @@ def test_one_byte_outside_is_seen(judge, at, said):
 def test_scratch_and_inputs_are_guarded_too(judge):
     def outside(x, *, factor, y, partial):
         scale(x, factor=factor, y=y)
-        partial._ary.base[run.GUARD - 1] ^= 1
+        partial._ary.base[memory.GUARD - 1] ^= 1
 
     verdict = judge(
         outside,
