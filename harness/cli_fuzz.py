@@ -56,7 +56,8 @@ def fuzz(
     stems = {s.stem: s for s, _ in asked.here + asked.elsewhere}
     chosen = [s for s in stems.values() if s.fuzz]
     if not chosen:
-        fail("no spec has a [fuzz] table here (specs/README.md)")
+        where = ", ".join(spec or ["any spec"])
+        fail(f"no [fuzz] table in {where}: specs/README.md says what to write")
     without = len(stems) - len(chosen)
     leases = devices.Leases(choice.gpus, wait_s=lease_wait)
     count = count or (leases.workers() if choice.gpus else devices.cores())

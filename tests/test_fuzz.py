@@ -146,7 +146,7 @@ def test_names_and_options_that_cannot_be_served_are_refused(project):
         assert done.returncode == 2, done.stdout
         assert said in done.stdout
     project.spec("twice")
-    assert "no spec has a [fuzz] table" in run(project).stdout
+    assert "no [fuzz] table in any spec" in run(project).stdout
 
 
 # -- what is drawn ---------------------------------------------------------------------------------
