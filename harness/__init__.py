@@ -2,6 +2,7 @@
 
 one case   spec       a TOML file becomes Spec and Case; nothing else knows the format
            golden     the oracle's inputs and expected values; manifest: what is committed of it
+                      vacuity: would a kernel that ignores an input pass?
            run        two runs become a verdict; launch: one of them, and what is looked at;
                       memory: poison and guard bands; alarm: a limit for what may never end
            compare    exact, ulp or a derived bound

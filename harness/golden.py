@@ -6,14 +6,12 @@ Goldens are kept in a cache by the digest of everything that they depend on; wha
 them is the manifest (harness/manifest.py).
 """
 
-import contextlib
 import hashlib
 import importlib
 import inspect
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +23,6 @@ import numpy as np
 from filelock import FileLock
 
 from harness import sources
-from harness.alarm import time_limit
 from harness.report import Fault, Status, replace_file, told_where
 from harness.spec import FLOATS, Case, Output, Spec
 
@@ -55,7 +52,7 @@ def make(spec: Spec, case: Case, *, cache_dir: Path | None = None) -> Golden:
     something that the spec does not give, VACUOUS where any kernel, or none, would pass.
     """
     weights, config = bundle(case)
-    path = _cache_path(spec, case.name, cache_dir)
+    path = cache_path(spec, case.name, cache_dir)
     golden, note = _read_cache(path)
     if golden is None:
         try:
@@ -349,7 +346,7 @@ def digest(array: np.ndarray) -> str:
 # -- the cache -----------------------------------------------------------------------------------
 
 
-def _cache_path(spec: Spec, what: str, cache_dir: Path | None) -> Path:
+def cache_path(spec: Spec, what: str, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         home = os.environ.get("KDTR_CACHE")
         cache_dir = (Path(home) if home else spec.path.resolve().parents[1] / ".cache") / "goldens"
@@ -394,106 +391,3 @@ def _read_cache(path: Path, note: str = "") -> tuple[Golden | None, str]:
     except (SafetensorError, ValueError, KeyError) as error:
         return None, f"golden cache entry {path.name} was damaged ({error}) and made again"
     return Golden(groups["inputs"], groups["expected"], groups["magnitudes"]), note
-
-
-# -- does the golden depend on its inputs? -------------------------------------------------------
-
-
-def insensitive(spec: Spec, *, cache_dir: Path | None = None) -> list[str]:
-    """Inputs and scalars that change the golden of no case, asked once a state of spec and oracle.
-
-    Initial values of outputs that are changed in place are inputs too. Only the simulator's cases
-    are tried, if there are any.
-    """
-    path = _cache_path(spec, "inputs", cache_dir).with_suffix(".json")
-    initial = {n for n, o in spec.outputs.items() if o.inout}
-    asked = {*spec.inputs, *initial, *(spec.scalars if spec.kernel else ())}  # kernels ignore them
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        names = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(names, list) and asked.issuperset(names):
-            return names
-    cases = [c for c in spec.cases.values() if c.sim] or list(spec.cases.values())
-    cases.sort(key=lambda c: sum(map(math.prod, spec.shapes(c).values())))
-    telling = next((c for c in cases if not c.constant), cases[0])
-    values = dict.fromkeys(item for c in spec.cases.values() for item in c.scalars.items())
-
-    def moving(case: Case, names: Iterable[str]) -> set[str]:
-        return {name for name, found in sensitivity(spec, case, names).items() if found}
-
-    left = asked.difference(spec.invariant)
-    for case in cases:
-        if left:
-            left -= moving(case, left)
-    for name, value in values:  # a seed says nothing where the temperature is 0
-        some = left.intersection(spec.scalars) - {name}
-        if some and telling.scalars[name] != value:
-            with contextlib.suppress(Fault):
-                left -= moving(replace(telling, scalars={**telling.scalars, name: value}), some)
-    if spec.invariant:
-        left |= set(spec.invariant) - moving(telling, spec.invariant)
-    with contextlib.suppress(OSError):
-        replace_file(path, json.dumps(sorted(left)).encode())
-    return sorted(left)
-
-
-def sensitivity(spec: Spec, case: Case, names: Iterable[str] | None = None) -> dict[str, bool]:
-    """For each input and scalar: does the golden change, or the oracle object, when that changes?
-
-    Of an input are tried, until one works: every element changed, the order of elements reversed,
-    one element in the middle changed. An oracle that fails or does not end has looked at it.
-    """
-    start = time.monotonic()
-    golden = _build(spec, replace(case, constant="asked for"), *bundle(case))
-    limit_s = 5.0 + 10.0 * (time.monotonic() - start)
-    found = {}
-    for name in [*golden.inputs, *spec.scalars] if names is None else sorted(names):
-        if name in golden.inputs:
-            trials = (
-                (case, replace(golden, inputs={**golden.inputs, name: changed}))
-                for changed in _perturbed(golden.inputs[name])
-            )
-        else:
-            trials = (
-                (replace(case, scalars={**case.scalars, name: changed}), golden)
-                for changed in _others(case.scalars[name])
-            )
-        found[name] = any(_differs(spec, *trial, limit_s) for trial in trials)
-    return found
-
-
-def _differs(spec: Spec, case: Case, golden: Golden, limit_s: float) -> bool:
-    """Whether the oracle now says something else than what the golden expects."""
-    try:
-        with time_limit(limit_s, "it does not end"), np.errstate(all="ignore"):
-            returned = reference(spec, case, golden)
-    except Fault:
-        return True
-    return any(digest(np.asarray(returned[n])) != digest(golden.expected[n]) for n in spec.outputs)
-
-
-def _others(value: bool | int | float) -> list[bool | int | float]:
-    """Values of a scalar's type that are not it."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1, value - 1, 2 * value, value // 2, value + 97, value + 389]
-    return [value * 1.5 + 1e-3, value / 2, -value, value + 1]
-
-
-def _perturbed(array: np.ndarray) -> Iterator[np.ndarray]:
-    array = np.asarray(array)
-    if array.size == 0:
-        return
-    if array.dtype == bool:
-        other = ~array
-    elif array.dtype.kind in "iu":
-        other = array ^ array.dtype.type(1)
-    else:
-        with np.errstate(all="ignore"):
-            other = np.where(np.isfinite(array), array * array.dtype.type(-0.5) + 1, 1)
-        other = other.astype(array.dtype)
-    yield other
-    yield np.ascontiguousarray(array.reshape(-1)[::-1]).reshape(array.shape)
-    one = array.copy()
-    one.reshape(-1)[array.size // 2] = other.reshape(-1)[array.size // 2]
-    yield one

@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from harness import golden as goldens
-from harness import sources
+from harness import sources, vacuity
 from harness.compare import Actual, compare, lax
 from harness.golden import Golden
 from harness.launch import (
@@ -79,7 +79,7 @@ def run_case(
         else:
             golden = goldens.make(spec, case, cache_dir=cache_dir)
         if not drawn and case.name == next(iter(spec.cases)):  # it answers for all of them
-            inputs_matter(spec, cache_dir)
+            vacuity.inputs_matter(spec, cache_dir)
         verdict = replace(verdict, notes=golden.notes)
         if on_host:
             actual = witness(spec, case, golden)
@@ -121,26 +121,6 @@ def another(spec: Spec, case: Case) -> Golden | None:
         return goldens.build(spec, replace(case, draw=(case.draw or 0) + 1))
     except Fault:  # this draw makes no golden
         return None
-
-
-def inputs_matter(spec: Spec, cache_dir: Path | None) -> None:
-    """Raise VACUOUS if there is an input or a scalar that no golden of the spec depends on.
-
-    SPEC_ERROR for a scalar that is declared to change nothing and does.
-    """
-    found = goldens.insensitive(spec, cache_dir=cache_dir)
-    if moving := [name for name in spec.invariant if name not in found]:
-        raise Fault(
-            Status.SPEC_ERROR,
-            f"{', '.join(moving)}: declared invariant, and a golden changes with it",
-        )
-    if names := [name for name in found if name not in spec.invariant]:
-        raise Fault(
-            Status.VACUOUS,
-            f"no golden of {spec.id} changes when {', '.join(names)} is perturbed: a kernel that "
-            "ignores it passes. Add a case where it matters, or drop it; a scalar that chooses how "
-            "something is computed and never what is named in `invariant`",
-        )
 
 
 def judged(verdict: Verdict, results: list[Result], time_us: float | None = None) -> Verdict:

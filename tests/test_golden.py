@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from broken.scale import SPEC, inputs, reference
 
-from harness import golden, sources, spec
+from harness import golden, sources, spec, vacuity
 from harness.report import Fault, Status
 
 
@@ -233,15 +233,15 @@ def test_sensitivity_finds_the_input_that_is_ignored(load, tmp_path, monkeypatch
     )
     loaded = load(("[outputs]", 'w = { shape = [2], dtype = "int32" }\n[outputs]'))
     found = {"x": True, "w": False, "factor": True}
-    assert golden.sensitivity(loaded, loaded.cases["small"]) == found
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
+    assert vacuity.sensitivity(loaded, loaded.cases["small"]) == found
+    assert vacuity.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
     with monkeypatch.context() as known:
-        known.setattr(golden, "sensitivity", None)  # known from now on
-        assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
+        known.setattr(vacuity, "sensitivity", None)  # known from now on
+        assert vacuity.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
     (kept,) = (tmp_path / "c").glob("*.inputs.*.json")
     for damaged in ("5", '"w"', "{}", '["nothing"]', "[[]]", ""):
         kept.write_text(damaged)
-        assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
+        assert vacuity.insensitive(loaded, cache_dir=tmp_path / "c") == ["w"]
 
 
 def test_sensitivity_finds_the_initial_value_that_is_ignored(load, tmp_path, monkeypatch):
@@ -252,11 +252,11 @@ def test_sensitivity_finds_the_initial_value_that_is_ignored(load, tmp_path, mon
         scale, "inputs", lambda rng: {"x": RAMP.astype(np.float32), "y": RAMP.astype(np.float32)}
     )
     loaded = load(("y = {", "y = { inout = true,"))
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "c") == ["y"]
+    assert vacuity.insensitive(loaded, cache_dir=tmp_path / "c") == ["y"]
     monkeypatch.setattr(
         scale, "reference", lambda *, x, y, factor: {"y": x * np.float64(factor) + y * 2.0}
     )
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "d") == []
+    assert vacuity.insensitive(loaded, cache_dir=tmp_path / "d") == []
 
 
 def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
@@ -269,7 +269,7 @@ def test_an_oracle_that_objects_to_an_input_depends_on_it(load, monkeypatch):
 
     monkeypatch.setattr(scale, "reference", particular)
     loaded = load()
-    assert golden.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "factor": False}
+    assert vacuity.sensitivity(loaded, loaded.cases["small"]) == {"x": True, "factor": False}
 
 
 @pytest.mark.parametrize("value", ["3.0", "0.0", "3", "0", "true", "false"])
@@ -277,9 +277,9 @@ def test_sensitivity_finds_the_scalar_that_is_ignored(load, tmp_path, monkeypatc
     from broken import scale
 
     loaded = load(("factor = 3.0", f"factor = {value}"))
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "a") == []
+    assert vacuity.insensitive(loaded, cache_dir=tmp_path / "a") == []
     monkeypatch.setattr(scale, "reference", lambda *, x, factor: {"y": x.astype(np.float64)})
-    assert golden.insensitive(loaded, cache_dir=tmp_path / "b") == ["factor"]
+    assert vacuity.insensitive(loaded, cache_dir=tmp_path / "b") == ["factor"]
 
 
 def test_a_scalar_that_matters_beside_another_value_of_a_third_is_no_fault(
@@ -294,9 +294,9 @@ def test_a_scalar_that_matters_beside_another_value_of_a_third_is_no_fault(
         lambda *, x, factor, seed: {"y": x.astype(np.float64) + factor * seed},
     )
     seeded = ("factor = 3.0", "factor = 0.0\nseed = 1")
-    assert golden.insensitive(load(seeded), cache_dir=tmp_path / "c") == ["seed"]
+    assert vacuity.insensitive(load(seeded), cache_dir=tmp_path / "c") == ["seed"]
     hot = ("[cases]", "[cases]\nhot = { rows = 3, factor = 1.0 }")
-    assert golden.insensitive(load(seeded, hot), cache_dir=tmp_path / "c") == []
+    assert vacuity.insensitive(load(seeded, hot), cache_dir=tmp_path / "c") == []
 
 
 # -- the cache -----------------------------------------------------------------------------------
