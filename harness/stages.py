@@ -259,7 +259,8 @@ class Gate:
         return min(devices.cores(), cases)
 
     def wait(self, command: Sequence[str], threads: int, folder: Path) -> int:
-        """Run pytest and pass on an interrupt, so that it can write what it has.
+        """Run pytest in a process group of its own, and pass on an interrupt to all of that, once,
+        whoever sent it and to whom, so that it can write what it has.
 
         Each worker's BLAS gets `threads`, unless the caller has said how many: left alone it takes
         as many as there are cores, in every worker. Its report in `folder` is the last thing that
@@ -269,9 +270,13 @@ class Gate:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         environ = {"OMP_NUM_THREADS": str(threads), **os.environ}
         process = subprocess.Popen(
-            command, cwd=self.root, env=environ, preexec_fn=_tied_to(os.getpid())
+            command,
+            cwd=self.root,
+            env=environ,
+            process_group=0,
+            preexec_fn=_tied_to(os.getpid()),
         )
-        before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             done = math.inf  # when it had written its report
             while True:
@@ -285,7 +290,8 @@ class Gate:
                         self.problems.append("pytest did not end: a launcher left a thread running")
                         process.kill()
                 except KeyboardInterrupt:
-                    self.interrupted = True  # the terminal has sent it to pytest as well
+                    self.interrupted = True
+                    os.killpg(process.pid, signal.SIGINT)
         finally:
             signal.signal(signal.SIGTERM, before)
         self.interrupted = self.interrupted or code == 2

@@ -216,7 +216,8 @@ def test_a_missing_kernel_module_is_told_once_before_anything_runs(project):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_an_interrupt_leaves_a_partial_report_and_no_pass(project, background):
-    """Ctrl-C, or SIGTERM to a gate that a shell started with & and so with SIGINT ignored."""
+    """SIGINT to the gate alone, or SIGTERM to all of a gate that a shell started with & and so
+    with SIGINT ignored."""
     seconds = '{"sim": {"specs/twice.toml::odd": 9, "specs/twice.toml::five": 1}}'
     project.write(".cache/kdtr/seconds.json", seconds)
     command = [sys.executable, "-m", "harness.cli", "gate", "-n", "1"]
@@ -240,9 +241,9 @@ def test_an_interrupt_leaves_a_partial_report_and_no_pass(project, background):
         said += line
     time.sleep(0.5)
     if background:
-        os.kill(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
     else:
-        os.killpg(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
     said += process.communicate(timeout=60)[0]
     assert process.returncode == 130, said
     assert "interrupted: the report is partial" in said
