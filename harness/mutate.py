@@ -62,6 +62,7 @@ class Pool:
     def close(self, *, now: bool = False) -> None:
         """Wait for what is queued, or with `now` end it."""
         if now:
+            self._threads.shutdown(wait=False, cancel_futures=True)
             for process in self._started:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -394,8 +395,8 @@ def examine(
 
     with (
         tempfile.TemporaryDirectory(prefix="kdtr-mutants-") as folder,
-        pool(root, workers) as judges,
         ThreadPoolExecutor(workers + 1) as threads,
+        pool(root, workers) as judges,  # ends first, so that who waits for a verdict ends too
     ):
         return list(threads.map(one, chosen))
 
@@ -428,8 +429,10 @@ def check(
 
     with (
         tempfile.TemporaryDirectory(prefix="kdtr-mutants-") as folder,
-        pool(root, workers, device) as judges,
         ThreadPoolExecutor(workers + 1) as threads,
+        pool(
+            root, workers, device
+        ) as judges,  # ends first, so that who waits for a verdict ends too
     ):
         return [problem for found in threads.map(one, chosen) for problem in found]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,22 @@ def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.split())
+
+
+def test_an_interrupted_mutate_does_not_wait_for_what_is_being_judged(tmp_path):
+    project = Project(tmp_path)
+    project.write("mine/twice.py", "import time\ndef twice(x, *, y):\n    time.sleep(99)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.cli", "mutate"],
+        cwd=tmp_path, env=project.environ, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    tasks = Path(f"/proc/{process.pid}/task")
+    while not any(t.joinpath("children").read_text() for t in tasks.iterdir()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == 130, said
+    assert "CERTIFIED" not in said
 
 
 def test_a_fuzz_worker_that_starts_while_the_run_ends_is_ended(tmp_path, monkeypatch):
