@@ -20,6 +20,8 @@ from typing import Any
 
 from harness.spec import SpecError
 
+MANY = 40  # cases: of more the table has a row a spec
+
 
 class Status(StrEnum):
     PASSED = "PASSED"
@@ -250,24 +252,39 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def table(verdicts: Sequence[Verdict]) -> Any:
-    """The verdicts as a rich table."""
+    """The verdicts as a rich table: a row a case, or of many a row a spec and what is not well."""
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table("spec", "case", "device", "status", box=None, header_style="bold")
-    grid.add_column("headroom", justify="right")
-    grid.add_column("time", justify="right")
-    for v in verdicts:
-        style = "green" if v.status is Status.PASSED else "yellow" if v.ok else "bold red"
+    whole = len(verdicts) <= MANY
+    what = "case" if whole else "cases"
+    grid = Table("spec", what, "device", "status", box=None, header_style="bold")
+    grid.add_column("headroom" if whole else "most headroom", justify="right")
+    grid.add_column("time" if whole else "longest", justify="right")
+    for few in ([v] for v in verdicts) if whole else _by_spec(verdicts):
+        status = few[0].status if len({v.status for v in few}) == 1 else "PASSED, UNSUPPORTED"
+        style = "green" if status is Status.PASSED else "yellow" if few[0].ok else "bold red"
+        rooms = [v.headroom for v in few if v.headroom is not None]
+        times = [v.time_us for v in few if v.time_us is not None]
         grid.add_row(
-            Text(v.spec),  # brackets are markup to rich
-            v.case,
-            v.device,
-            Text(v.status, style=style),
-            "" if v.headroom is None else f"{v.headroom:.3f}",
-            "" if v.time_us is None else _time(v.time_us),
+            Text(few[0].spec),  # brackets are markup to rich
+            few[0].case if whole or not few[0].ok else str(len(few)),
+            few[0].device,
+            Text(status, style=style),
+            f"{max(rooms):.3f}" if rooms else "",
+            _time(max(times)) if times else "",
         )
     return grid
+
+
+def _by_spec(verdicts: Sequence[Verdict]) -> Iterator[list[Verdict]]:
+    """The verdicts of each spec and device that are well together, each other one alone."""
+    well: dict[tuple[str, str], list[Verdict]] = {}
+    for v in verdicts:
+        if v.ok:
+            well.setdefault((v.spec, v.device), []).append(v)
+    yield from well.values()
+    yield from ([v] for v in verdicts if not v.ok)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
 """Verdicts as text, JSON, table and page; and files that are whole or old."""
 
+import dataclasses
 import io
 import json
 import math
@@ -201,3 +202,16 @@ def test_the_table_has_a_row_a_case():
     assert "0.250" in text
     assert "12.5 us" in text
     assert "WRONG" in text
+
+
+def test_the_table_of_many_has_a_row_a_spec_and_one_for_what_failed():
+    from rich.console import Console
+
+    many = [dataclasses.replace(RIGHT, case=f"case{n}", headroom=n / 100) for n in range(50)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(report.table([*many, WRONG]))
+    rows = console.export_text().split("\n")[1:3]
+    assert rows[0].split()[:2] == [RIGHT.spec, "50"]
+    assert "0.490" in rows[0]
+    assert "WRONG" in rows[1]
+    assert WRONG.case in rows[1]
