@@ -84,10 +84,13 @@ def named(spec: Spec, sources: dict[str, str]) -> list[Planted]:
     return planted
 
 
-def generic(spec: Spec, module: str, source: str) -> list[Planted]:
+def generic(
+    spec: Spec, module: str, source: str, only: Collection[str] | None = None
+) -> list[Planted]:
     """Every mutant that the operators make of `source`, in the order in which they are drawn.
 
-    One that equals a named mutant of the spec, or another of this list, is left out.
+    One that equals a named mutant of the spec, or another of this list, is left out. only: names of
+    those that are wanted; the others are not made, which is what takes the time.
     """
     tree = ast.parse(source)
     same = {_normal(source)}
@@ -101,6 +104,8 @@ def generic(spec: Spec, module: str, source: str) -> list[Planted]:
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name = f"{name} ({names[name]})"
+        if only is not None and name not in only:
+            continue
         planted = Planted(name, edit.operator, module, edit.apply(source), edit.line)
         form = _normal(planted.source)
         if form is None or form in same:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,11 +166,12 @@ class Examination:
         names = {self.module(), *(m.module for m in self.spec.mutants if m.module)}
         return {name: _source(name) for name in sorted(names)}
 
-    def planted(self) -> tuple[list[Planted], list[Planted]]:
-        """The named mutants, and all generic ones in the order in which they are drawn."""
+    def planted(self, only: Collection[str] | None = None) -> tuple[list[Planted], list[Planted]]:
+        """The named mutants, and the generic ones, all or `only` these, in the order in which they
+        are drawn."""
         texts = self.sources()
         own = mutants.named(self.spec, texts)
-        return own, mutants.generic(self.spec, self.module(), texts[self.module()])
+        return own, mutants.generic(self.spec, self.module(), texts[self.module()], only)
 
     def wanted(self) -> int:
         """How many generic mutants are drawn; above the kernels only a launcher that does nothing
@@ -441,7 +442,7 @@ def again(examination: Examination, certificate: Mapping[str, Any], part: float)
     """Judge a certificate's mutants again: the dead by the case that killed them, those that change
     nothing by the two cheapest, on a GPU those that need one by all."""
     spec = examination.spec
-    own, generic = examination.planted()
+    own, generic = examination.planted({row["name"] for row in certificate["mutants"]})
     planted = {(p.module, p.name): p for p in [*own, *generic]}
     cases = [h["case"] for h in certificate["honest"]][:2]
     on_gpu = examination.pool.device == "cuda"

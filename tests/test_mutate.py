@@ -98,6 +98,13 @@ def test_the_first_ten_come_from_many_operators_and_do_not_move(sample):
     assert len({m.operator for m in made[:10]}) == 10
 
 
+def test_those_that_are_asked_for_are_as_among_all(sample):
+    made = mutants.generic(sample[0], "mine.launch", sample[1])
+    for some in (made[::3], made[-1:], []):
+        again = mutants.generic(sample[0], "mine.launch", sample[1], {m.name for m in some})
+        assert {m.name: m for m in again} == {m.name: m for m in some}
+
+
 def test_drawn_are_those_that_a_case_reaches(sample):
     made = mutants.generic(sample[0], "mine.launch", sample[1])
     line = next(m.line for m in made if m.operator == "barrier")
