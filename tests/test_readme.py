@@ -1,8 +1,10 @@
-"""The README's times are those of the committed baseline."""
+"""What the documents say is so: times are of the committed baseline, the example passes."""
 
 import json
 import re
 from pathlib import Path
+
+from throwaway import Project
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"\| [^|]+ \| `(\w+)::(\w+)` \| ([\d.]+) \| ([^|]+) \|")
@@ -22,3 +24,20 @@ def test_times_and_peers_are_rows_of_the_baseline():
         theirs = [t for t in kept["peers"].values() if isinstance(t, float)]
         for told in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!\d|\))", peers.partition("(")[0]):
             assert told in {as_printed(t, told) for t in theirs}, f"{case}: {told}"
+
+
+def test_the_kernel_in_contributing_passes_and_can_fail(tmp_path):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = dict(re.findall(r"^`(\w+/[\w/.]+)`,.*?^```\w+\n(.*?)^```", text, re.M | re.S))
+    spec = blocks["specs/softcap.toml"]
+    spec = spec.replace("goldens.softcap", "mine.softcap_oracle")  # not into the packages
+    spec = spec.replace("engine.kernels.softcap", "mine.softcap")
+    project = Project(tmp_path)
+    project.write("specs/softcap.toml", spec)
+    project.write("mine/softcap_oracle.py", blocks["goldens/softcap.py"])
+    project.write("mine/softcap.py", blocks["engine/kernels/softcap.py"])
+    done = project.gate("--spec", "softcap")
+    assert done.returncode == 0, done.stdout
+    done = project.kdtr("mutate", "--spec", "softcap", "-n", "1")
+    assert done.returncode == 0, done.stdout
+    assert "CERTIFIED softcap" in done.stdout
