@@ -13,14 +13,13 @@ how a loosened bound shows.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import sources
-from harness.report import Status, replace_file
+from harness.report import Status, replace_file, seal
 from harness.spec import Case, Spec
 
 FOLDER = Path("ci", "certificates")
@@ -124,12 +123,7 @@ def was_killed(row: Mapping[str, Any]) -> bool:
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """With the digest of all else, so that an edit by hand shows."""
-    return {**content, "seal": _seal(content)}
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return {**content, "seal": seal(content)}
 
 
 def path(root: Path, spec: Spec) -> Path:
@@ -141,7 +135,7 @@ def read(root: Path, spec: Spec) -> dict[str, Any] | None:
     file = path(root, spec)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content["seal"] != _seal(content):
+        if content["seal"] != seal(content):
             raise ValueError("its seal is not that of its content")
     except FileNotFoundError:
         return None

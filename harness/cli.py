@@ -55,6 +55,17 @@ class Stage(StrEnum):
 
 def main() -> None:
     """Entry point of the console script."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would be it
+            setattr(sys, name, Path(os.devnull).open(mode))
+    try:
+        _run()
+    except (OSError, MemoryError) as error:  # a full disk, a folder for a file: it names what
+        print(f"kdtr: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run() -> None:
     sys.path.insert(0, str(Path.cwd()))  # kernels and oracles of the project one stands in
     called = next((a for a in sys.argv[1:] if not a.startswith("-")), "")
     for name, target, text in ELSEWHERE:
@@ -64,11 +75,7 @@ def main() -> None:
             mount(name, target, text)
         else:
             app.command(name, help=text)(_imported_when_called)
-    try:
-        app(prog_name="kdtr")
-    except (OSError, MemoryError) as error:  # a full disk, a folder for a file: it names what
-        print(f"kdtr: {error}", file=sys.stderr)
-        sys.exit(1)
+    app(prog_name="kdtr")
 
 
 def _there(target: str) -> bool:
@@ -141,7 +148,7 @@ def gate(
     Stages run in order, and the first that fails ends the run. Cases that this machine cannot run
     are listed with the state of their GPU receipts; they never count as passed.
     """
-    from harness import devices, stages
+    from harness import devices, receipts, stages
     from harness.spec import STAGES
 
     root = Path.cwd()
@@ -156,6 +163,8 @@ def gate(
         choice = devices.choose(device.value)
         specs = stages.load_specs(root)
         asked = stages.select(specs, choice, shard=part, **narrowing)
+        for gpu in receipts.known(root):
+            receipts.read(root, gpu)  # a damaged file is told now, not after the run
     except (LookupError, ValueError, devices.DeviceError) as error:
         fail(error)
     if receipt and choice.device != "cuda":

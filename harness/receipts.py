@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import sources
-from harness.report import Status, replace_file
+from harness.report import Status, replace_file, seal
 from harness.spec import STAGES, Case, Spec, SpecError
 
 FOLDER = Path("ci", "receipts")
@@ -33,6 +33,7 @@ PACKAGES = ("kdtree-engine", "numpy", "ml_dtypes", "numba", "numba-cuda")
 class State(StrEnum):
     FRESH = "fresh"
     STALE = "stale"  # made from other sources
+    EDITED = "edited"  # not as it was written
     FAILED = "failed"  # the case did not pass there
     MISSING = "missing"
 
@@ -67,6 +68,11 @@ def read(root: Path, gpu: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{file}: not a receipt file: {error!r}") from None
 
 
+def _intact(row: Mapping[str, Any]) -> bool:
+    """Whether a row is as `_write` left it; it is no evidence otherwise."""
+    return row.get("seal") == seal(row)
+
+
 def seconds(root: Path) -> dict[str, float]:
     """How long each case took, its golden included, in the runs that made the receipts."""
     found: dict[str, float] = {}
@@ -88,6 +94,8 @@ def standing(root: Path, gpu: str, cases: Iterable[tuple[Spec, Case]]) -> list[S
             digests[spec.id] = sources.case_digests(spec)
         if row is None:
             state = State.MISSING
+        elif not _intact(row):
+            state = State.EDITED
         elif row["digest"] != digests[spec.id][case.name]:
             state = State.STALE
         elif not Status(row["status"]).ok:
@@ -101,7 +109,8 @@ def standing(root: Path, gpu: str, cases: Iterable[tuple[Spec, Case]]) -> list[S
 def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list[Path]:
     """Put the cases of a report that ran on a real GPU into their GPUs' files; returns the files.
 
-    Rows of cases that were not in this run stay, rows of cases that no spec has go. A case judged
+    Rows of cases that were not in this run stay, rows that were edited or of cases that no spec has
+    go. A case judged
     with another kernel than the spec's is no evidence for the spec's. What compute-sanitizer said
     of the same sources (report/sanitize.json, or an earlier row) is noted.
     """
@@ -131,23 +140,25 @@ def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list
         old = read(root, slug)
         for i, row in new.items():
             before = old.get(i, {})
-            if "sanitizer" in before and before["digest"] == row["digest"]:
+            if "sanitizer" in before and _intact(before) and before["digest"] == row["digest"]:
                 row["sanitizer"] = before["sanitizer"]
         _note(new, found, slug)
-        _write(root, slug, {i: row for i, row in old.items() if i in known_ids} | new)
+        kept = {i: row for i, row in old.items() if i in known_ids and _intact(row)}
+        _write(root, slug, kept | new)
         written.append(path(root, slug))
     return written
 
 
 def _write(root: Path, gpu: str, rows: Mapping[str, Any]) -> None:
-    lines = ",\n".join(f"  {json.dumps(rows[i])}" for i in sorted(rows))
+    sealed = {i: {**row, "seal": seal(row)} for i, row in rows.items()}
+    lines = ",\n".join(f"  {json.dumps(sealed[i])}" for i in sorted(sealed))
     text = f'{{"version": 1, "gpu": {json.dumps(gpu)}, "cases": [\n{lines}\n]}}\n'
     replace_file(path(root, gpu), text.encode())
 
 
 def note_sanitizer(root: Path, found: Mapping[str, Any]) -> int:
     """Note a report of ci/sanitize.py in the rows of the same sources; how many there were."""
-    rows = read(root, found["gpu"])
+    rows = {i: row for i, row in read(root, found["gpu"]).items() if _intact(row)}
     noted = _note(rows, found, found["gpu"])
     if noted:
         _write(root, found["gpu"], rows)

@@ -307,6 +307,20 @@ def test_a_failed_case_is_no_evidence(importable):
     assert set(states(importable).values()) == {"failed"}
 
 
+def test_an_edited_row_is_no_evidence_and_goes(importable):
+    each = one_spec(importable)
+    (file,) = receipts.record(
+        importable.folder, cuda_report(importable, status=report.Status.WRONG), [each]
+    )
+    file.write_text(file.read_text().replace('"WRONG"', '"PASSED"', 1))
+    assert sorted(states(importable).values()) == ["edited", "failed", "failed"]
+    rows = receipts.read(importable.folder, "h200")
+    (left,) = (i for i, row in rows.items() if row["status"] == "PASSED")
+    clean = {i: {"digest": row["digest"], "tools": ["memcheck"]} for i, row in rows.items()}
+    assert receipts.note_sanitizer(importable.folder, {"gpu": "h200", "clean": clean}) == 2
+    assert states(importable)[left.partition("::")[2]] == "missing"
+
+
 def test_another_kernel_and_the_simulator_make_no_receipt(importable):
     each = one_spec(importable)
     assert receipts.record(importable.folder, cuda_report(importable, replaced=True), [each]) == []
@@ -318,6 +332,9 @@ def test_a_damaged_receipt_file_is_an_error_and_not_a_missing_row(importable):
     importable.write("ci/receipts/h200.json", '{"cases": [')
     with pytest.raises(ValueError, match=r"h200\.json: not a receipt file"):
         receipts.read(importable.folder, "h200")
+    done = importable.gate()
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].startswith("kdtr: ")
 
 
 def test_required_receipts_fail_the_gate_until_they_are_there(importable):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import receipts, sources, spec
+from harness import receipts, report, sources, spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ci"))
 import sanitize
@@ -93,6 +93,7 @@ def test_a_clean_run_is_noted_in_the_rows_of_the_same_sources(tmp_path):
     ]
     file = tmp_path / "ci" / "receipts" / "h200.json"
     file.parent.mkdir(parents=True)
+    rows = [{**row, "seal": report.seal(row)} for row in rows]
     file.write_text(json.dumps({"version": 1, "gpu": "h200", "cases": rows}))
     clean = {i: {"digest": argmax, "tools": ["memcheck", "racecheck"]} for i in IDS}
     assert receipts.note_sanitizer(tmp_path, {"gpu": "h200", "clean": clean}) == 1
