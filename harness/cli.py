@@ -218,7 +218,7 @@ def golden_verify(
     """Make the goldens again and compare them with goldens/manifest.toml. Exit 1 if any differs."""
     from harness import manifest
 
-    chosen = _readable(specs)
+    chosen = console.specs_named(specs)
     pairs = [
         (s, c)
         for s in chosen
@@ -246,7 +246,7 @@ def golden_generate(
     from harness import manifest, report
 
     try:
-        changes = manifest.generate(_readable(specs), reason)
+        changes = manifest.generate(console.specs_named(specs), reason)
     except (ValueError, PermissionError) as error:
         fail(error)
     except report.Fault as fault:
@@ -254,20 +254,6 @@ def golden_generate(
     for line in changes:
         say(line)
     say(f"{len(changes)} changes")
-
-
-def _readable(names: list[str] | None) -> list:
-    """The specs of these names; leaves with a message if one cannot be read."""
-    from harness import devices, stages
-
-    try:
-        specs = stages.load_specs(Path.cwd())
-        asked = stages.select(specs, devices.Choice("sim", (), ""), names=names or ())
-    except LookupError as error:
-        fail(error)
-    if asked.broken:
-        fail("\n".join(str(error) for error in asked.broken), 1)
-    return list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
 
 
 # -- the rest --------------------------------------------------------------------------------------

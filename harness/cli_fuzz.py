@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness import console, devices, sources, stages
+from harness import console, devices, sources
 from harness.console import Device, fail, say
 from harness.fuzz import EXAMPLES, Fuzz, Outcome, number
 
@@ -45,20 +45,11 @@ def fuzz(
         fail("--seconds or --examples, not both")
     count = console.worker_count(workers)
     console.one_spec(kernel, spec)
-    try:
-        choice = devices.choose(device.value)
-        loaded = stages.load_specs(Path.cwd())
-        asked = stages.select(loaded, choice, names=spec or ())
-    except (LookupError, devices.DeviceError) as error:
-        fail(error)
-    if asked.broken:
-        fail("\n".join(str(error) for error in asked.broken), 1)
-    stems = {s.stem: s for s, _ in asked.here + asked.elsewhere}
-    chosen = [s for s in stems.values() if s.fuzz]
+    named, choice = console.specs_named(spec), console.chosen_device(device)
+    chosen = [s for s in named if s.fuzz]
     if not chosen:
         where = ", ".join(spec or ["any spec"])
         fail(f"no [fuzz] table in {where}: specs/README.md says what to write")
-    without = len(stems) - len(chosen)
     leases = devices.Leases(choice.gpus, wait_s=lease_wait)
     count = count or (leases.workers() if choice.gpus else devices.cores())
     each = None if seconds is None else seconds * min(count, len(chosen)) / len(chosen)
@@ -73,15 +64,13 @@ def fuzz(
         }
         for one in chosen
     ]
+    without = len(named) - len(chosen)
     say(f"device: {choice.device} ({choice.why}); {len(chosen)} specs, {without} without [fuzz]")
     outcomes: list[Outcome] = []
 
     def show(one: Outcome) -> None:
         outcomes.append(one)
-        drawn = "; ".join(f"{name} {text}" for name, text in one.seen.items())
-        refused = f", {one.refused} unsupported" if one.refused else ""
-        mark = "" if one.ok else "FAILED " if one.case or one.text else "NOTHING JUDGED "
-        say(f"{mark}{one.spec}: {one.judged} judged{refused}, {one.seconds:.1f} s; {drawn}")
+        say(line(one))
 
     try:
         Fuzz(Path.cwd(), choice, jobs, count, leases).run(show)
@@ -89,15 +78,26 @@ def fuzz(
         say(f"interrupted: {len(chosen) - len(outcomes)} specs were not explored to the end")
     except devices.DeviceError as error:
         say(f"FAILED {error}")
+    bad = conclude(outcomes)
+    raise typer.Exit(130 if len(outcomes) < len(chosen) else 1 if bad else 0)
+
+
+def line(one: Outcome) -> str:
+    """A spec's outcome, and what was drawn for it."""
+    drawn = "; ".join(f"{name} {text}" for name, text in one.seen.items())
+    refused = f", {one.refused} unsupported" if one.refused else ""
+    mark = "" if one.ok else "FAILED " if one.case or one.text else "NOTHING JUDGED "
+    return f"{mark}{one.spec}: {one.judged} judged{refused}, {one.seconds:.1f} s; {drawn}"
+
+
+def conclude(outcomes: list[Outcome]) -> int:
+    """Say each failure with the line for its spec, and the totals; how many specs are not ok."""
     for one in outcomes:
         if one.case or one.text:
             say(f"\n{one.text}\n  again   {one.again}")
-            say(
-                f"\nfor [cases] of specs/{one.spec}.toml, under the name of the hazard:\n{one.case}"
-            )
+            say(f"\nfor [cases] of specs/{one.spec}.toml, under the name of the hazard:")
+            say(one.case)
     judged, refused = (sum(getattr(o, name) for o in outcomes) for name in ("judged", "refused"))
-    bad = [o.spec for o in outcomes if not o.ok]
-    say(
-        f"\n{judged} cases of {len(outcomes)} specs, {refused} unsupported, {len(bad)} specs failed"
-    )
-    raise typer.Exit(130 if len(outcomes) < len(chosen) else 1 if bad else 0)
+    bad = sum(not o.ok for o in outcomes)
+    say(f"\n{judged} cases of {len(outcomes)} specs, {refused} unsupported, {bad} specs failed")
+    return bad

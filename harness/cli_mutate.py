@@ -50,15 +50,7 @@ def mutate(
     count = console.worker_count(workers)
     if not 0 <= part <= 1:
         fail(f"--part takes a share from 0 to 1, got {part}")
-    try:
-        loaded = stages.load_specs(root)
-        asked = stages.select(loaded, devices.Choice("sim", (), ""), names=spec or ())
-        choice = devices.choose(device.value)
-    except (LookupError, ValueError, devices.DeviceError) as error:
-        fail(error)
-    if asked.broken:
-        fail("\n".join(str(error) for error in asked.broken), 1)
-    chosen = list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
+    chosen, choice = console.specs_named(spec), console.chosen_device(device)
     chosen.sort(key=lambda s: (-STAGES.index(s.stage), s.id))  # whole passes take longest
     if stale:
         chosen = [s for s in chosen if certificates.is_stale(root, s)]
@@ -71,9 +63,8 @@ def mutate(
             )
             bad = len({problem.partition(": ")[0] for problem in problems})
         else:
-            made = mutate.examine(
-                root, chosen, everything=stages.readable(loaded), workers=count, say=say
-            )
+            every = stages.readable(stages.load_specs(root))
+            made = mutate.examine(root, chosen, everything=every, workers=count, say=say)
             bad = sum(c["verdict"] != certificates.CERTIFIED for c in made)
     except (LookupError, OSError, RuntimeError) as error:
         fail(error, 1)

@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from harness.devices import Choice
+    from harness.spec import Spec
 
 WIDTH = 160  # columns of a table that goes to a file
 
@@ -74,6 +78,31 @@ def one_spec(kernel: str | None, specs: Sequence[str] | None) -> None:
     """Leave with a message if a launcher is given and not the one spec that it stands in for."""
     if kernel and len(specs or ()) != 1:
         fail("--kernel stands in for the kernel of one spec: say which with --spec NAME")
+
+
+def specs_named(names: Sequence[str] | None) -> list[Spec]:
+    """The specs of these names, or all there are. Leaves with a message if there is none, or one
+    that cannot be read."""
+    from harness import devices, stages
+
+    try:
+        every = stages.load_specs(Path.cwd())
+        asked = stages.select(every, devices.Choice("sim", (), ""), names=names or ())
+    except LookupError as error:
+        fail(error)
+    if asked.broken:
+        fail("\n".join(str(error) for error in asked.broken), 1)
+    return list({s.id: s for s, _ in asked.here + asked.elsewhere}.values())
+
+
+def chosen_device(device: Device) -> Choice:
+    """What a run uses. Leaves with a message where a GPU is asked for in vain."""
+    from harness import devices
+
+    try:
+        return devices.choose(device.value)
+    except devices.DeviceError as error:
+        fail(error)
 
 
 # -- what is said ----------------------------------------------------------------------------------
