@@ -166,7 +166,7 @@ def standing(root: Path, spec: Spec) -> list[str]:
         return [f"MISSING: no certificate; kdtr mutate --spec {spec.stem} makes it"]
     if certificate["digest"] != sources.digest(spec):
         return [f"STALE: made from other sources; kdtr mutate --spec {spec.stem} makes it again"]
-    return [f"VACUOUS: {problem}" for problem in certificate["problems"]]
+    return [f"VACUOUS: {problem}" for problem in problems(spec, certificate)]
 
 
 def is_stale(root: Path, spec: Spec) -> bool:

@@ -58,6 +58,7 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: the next file that is opened would be it
             setattr(sys, name, Path(os.devnull).open(mode))
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # pytest's too
     try:
         _run()
     except (OSError, MemoryError) as error:  # a full disk, a folder for a file: it names what

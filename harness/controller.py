@@ -199,7 +199,9 @@ class Run:
         """Seconds of each case in earlier runs: on GPUs those of the receipts, then those here."""
         from harness import receipts
 
-        found = read_json(self.config.rootpath / SECONDS).get(self.choice.device, {})
+        kept = read_json(self.config.rootpath / SECONDS).get(self.choice.device)
+        pairs = kept.items() if isinstance(kept, dict) else ()
+        found = {case: s for case, s in pairs if isinstance(s, int | float)}
         if self.choice.device == "sim":
             return found
         return receipts.seconds(self.config.rootpath) | found

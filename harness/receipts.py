@@ -27,6 +27,7 @@ from harness.spec import STAGES, Case, Spec, SpecError
 FOLDER = Path("ci", "receipts")
 SANITIZED = Path("report", "sanitize.json")
 STAGE_FOLDER = Path(".cache", "stages")
+_STAGE_ROW = {"sources", "cases", "date"}
 PACKAGES = ("kdtree-engine", "numpy", "ml_dtypes", "numba", "numba-cuda")
 
 
@@ -244,4 +245,5 @@ def _devices(file: Path) -> dict[str, dict[str, Any]]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # it is a cache: what cannot be read was not passed
-    return content if isinstance(content, dict) else {}
+    rows = content.items() if isinstance(content, dict) else ()
+    return {device: row for device, row in rows if isinstance(row, dict) and _STAGE_ROW <= {*row}}

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from throwaway import CASES, Project
 
-from harness import devices, merge, receipts, report, spec, stages
+from harness import controller, devices, merge, receipts, report, spec, stages
 
 sys.path.insert(0, str(stages.Path(__file__).resolve().parents[1] / "ci"))
 import gate as ci_gate
@@ -96,6 +97,24 @@ def test_a_stage_refuses_without_the_earlier_ones_receipt(project):
     assert stale.returncode == 1
     assert "stage kernel passed on sim with other sources" in stale.stdout
     assert project.gate("--stage", "layer", "--out-of-order").returncode == 0
+
+
+JUNK = ["[]", '{"sim": 3}', '{"sim": []}', '{"sim": {"sources": 3}}', '{"sim": {"a": "b"}}', "{"]
+
+
+@pytest.mark.parametrize("content", JUNK)
+def test_what_a_cache_says_in_no_way_that_is_known_it_does_not_say(importable, content):
+    importable.spec("block", stage="layer")
+    importable.write(".cache/stages/kernel.json", content)
+    (said,) = receipts.unmet(
+        importable.folder, "layer", "sim", stages.load_specs(importable.folder)
+    )
+    assert "stage kernel has not passed here on sim" in said
+    importable.write(str(controller.SECONDS), content.replace("sources", "specs/x.toml::y"))
+    run = object.__new__(controller.Run)
+    run.config = SimpleNamespace(rootpath=importable.folder)
+    run.choice = devices.Choice("sim", (), "")
+    assert run.earlier() == ({"specs/x.toml::y": 3} if "sources" in content else {})
 
 
 def test_a_broken_spec_fails_a_stage_that_is_not_its_own(project):

@@ -337,6 +337,12 @@ def test_a_certificate_is_checked_by_what_happens(project):
     assert done.returncode == 1
     assert "a_third was equivalent and is killed now" in done.stdout
 
+    forged["mutants"][0] |= {"outcome": "survived"}  # and no word of it in "problems"
+    file.write_text(json.dumps(certificates.sealed(forged)))
+    done = project.kdtr("mutate", "--spec", "half", "--check", "-n", "1")
+    assert done.returncode == 1
+    assert "VACUOUS: a_third survives" in done.stdout
+
     file.unlink()
     done = project.kdtr("mutate", "--spec", "half", "--check", "-n", "1")
     assert done.returncode == 1
