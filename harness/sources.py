@@ -1,8 +1,9 @@
 """Which files a verdict depends on, and their digest: so that a receipt knows when it is stale.
 
 Read from the source by `ast`: nothing is imported, no GPU library is loaded. Followed are imports
-of the engine, of the goldens and of the packages that hold the spec's own oracle and kernel. A
-file under goldens/pinned/ counts when a module that is followed names it in a string.
+of the engine, of the goldens and of whatever else lies in the project or beside the spec's own
+oracle and kernel. A file beside a module that is followed, or in a folder `pinned` there, counts
+when the module names it in a string.
 """
 
 import ast
@@ -11,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from harness.spec import Case, Spec
 # What a case and a spec say that no verdict on a GPU depends on: where a case is run besides, and
 # what is drawn and planted around the cases.
 _BESIDE = {"sim", "bench", "timeout_s"}
+_INSTALLED = {"site-packages", "dist-packages"}
 _JUDGED = ("stem", "stage", "reference", "inputs", "outputs", "scratch", "invariant")
 
 
@@ -68,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 def oracle_digest(spec: Spec) -> str:
     """`digest` without the kernel: what a golden depends on."""
-    return _hash([spec.path, *_closure(_oracle_modules(spec, spec.cases.values()))])
+    return _hash([spec.path, *_closure(_root(spec), _oracle_modules(spec, spec.cases.values()))])
 
 
 def files(
@@ -80,7 +83,11 @@ def files(
     """
     name = kernel or spec.kernel
     oracle = _oracle_modules(spec, spec.cases.values() if cases is None else cases)
-    return _closure([*oracle, *([name.partition(":")[0]] if name else [])])
+    return _closure(_root(spec), [*oracle, *([name.partition(":")[0]] if name else [])])
+
+
+def _root(spec: Spec) -> Path:
+    return spec.path.resolve().parents[1]
 
 
 def _oracle_modules(spec: Spec, cases: Iterable[Case]) -> list[str]:
@@ -88,15 +95,20 @@ def _oracle_modules(spec: Spec, cases: Iterable[Case]) -> list[str]:
     return [spec.reference, *(["goldens.bundles"] if any(case.weights for case in cases) else [])]
 
 
-def _closure(modules: list[str]) -> list[Path]:
-    """Every file that importing `modules` reads, as far as it is the project's; sorted."""
-    packages = {"engine", "goldens", *(m.partition(".")[0] for m in modules)}
+def _closure(root: Path, modules: list[str]) -> list[Path]:
+    """Every file that importing `modules` reads, as far as it is the project's; sorted.
+
+    The project's is what lies under `root`, and beside those of `modules` that do not.
+    """
+    named = {"engine", "goldens", *(m.partition(".")[0] for m in modules)}
+    homes = [root, *(home for m in modules if (home := _home(m)))]
     found: set[Path] = set()
     queue = list(modules)
     seen: set[str] = set()
     while queue:
         name = queue.pop()
-        if name in seen or name.partition(".")[0] not in packages:
+        top = name.partition(".")[0]
+        if name in seen or not (top in named or _beside(top, homes)):
             continue
         seen.add(name)
         if "." in name:
@@ -105,8 +117,29 @@ def _closure(modules: list[str]) -> list[Path]:
         if path is not None and path not in found:
             found.add(path)
             queue += _imports(path, name, path.stat().st_mtime_ns)
-            found.update(_pinned(path, path.stat().st_mtime_ns))
+            found.update(_data(path, path.stat().st_mtime_ns))
     return sorted(found)
+
+
+def _beside(top: str, homes: list[Path]) -> bool:
+    """Whether a top-level module lies in one of `homes`; what is installed lies nowhere."""
+    if top == "harness" or top in sys.stdlib_module_names:
+        return False
+    home = _home(top)
+    return home is not None and home in homes and home.name not in _INSTALLED
+
+
+def _home(name: str) -> Path | None:
+    """The folder on sys.path that holds a module's package; a package may lack __init__.py."""
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve().parent
+    return Path(spec.origin).resolve().parent if spec.origin else None
 
 
 def file_of(name: str) -> Path | None:
@@ -116,17 +149,15 @@ def file_of(name: str) -> Path | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+    if spec is None:
         return None
-    origin = Path(spec.origin)
     if not rest:
-        return origin
-    if origin.name != "__init__.py":
-        return None
-    base = origin.parent.joinpath(*rest)
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder).joinpath(*rest)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
     return None
 
 
@@ -158,17 +189,17 @@ def _read_imports(tree: ast.Module, path: Path, name: str) -> Iterator[str]:
 
 
 @functools.cache
-def _pinned(path: Path, _mtime_ns: int) -> tuple[Path, ...]:
-    folder = path.parent / "pinned"
-    if path.parent.name != "goldens" or not folder.is_dir():
-        return ()
-    names = {file.name: file for file in folder.rglob("*") if file.is_file()}
+def _data(path: Path, _mtime_ns: int) -> tuple[Path, ...]:
+    """Files beside a module, or in a folder `pinned` beside it, that it names in a string."""
     strings = {
         Path(node.value).name
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200
     }
-    return tuple(sorted(names[name] for name in strings & names.keys()))
+    files = [*path.parent.glob("*"), *path.parent.joinpath("pinned").rglob("*")]
+    return tuple(
+        sorted(f for f in files if f.name in strings and f.suffix != ".py" and f.is_file())
+    )
 
 
 def _hash(paths: Iterable[Path]) -> str:

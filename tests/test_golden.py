@@ -5,6 +5,7 @@ import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -419,7 +420,11 @@ def project(tmp_path, monkeypatch):
     """A package `mine` with an oracle and a kernel, and a spec that names them."""
     for name, text in {
         "mine/__init__.py": "",
-        "mine/oracle.py": "from mine import maths\nFILE = 'capture.npz'\n",
+        "mine/oracle.py": "from mine import maths\nimport common, numpy\nFILE = 'capture.npz'\n",
+        "mine/capture.npz": "",
+        "mine/other.npz": "",
+        "common.py": "import namespace.deep.end\n",
+        "namespace/deep/end.py": "",  # neither folder has an __init__.py
         "mine/maths.py": "import numpy\n",
         "mine/kernel.py": "from .parts import helper\n",
         "mine/parts/__init__.py": "from .deep import helper\n",
@@ -442,18 +447,28 @@ def test_the_digest_covers_what_oracle_and_kernel_import(project):
     loaded = spec.load(project / "specs" / "op.toml")
     names = [str(p.relative_to(project)) for p in sources.files(loaded)]
     assert names == [
+        "common.py",
         "mine/__init__.py",
+        "mine/capture.npz",
         "mine/kernel.py",
         "mine/maths.py",
         "mine/oracle.py",
         "mine/parts/__init__.py",
         "mine/parts/deep.py",
+        "namespace/deep/end.py",
     ]
 
 
 @pytest.mark.parametrize(
     ("file", "kernel_only"),
-    [("specs/op.toml", False), ("mine/maths.py", False), ("mine/parts/deep.py", True)],
+    [
+        ("specs/op.toml", False),
+        ("mine/maths.py", False),
+        ("mine/capture.npz", False),
+        ("common.py", False),
+        ("namespace/deep/end.py", False),
+        ("mine/parts/deep.py", True),
+    ],
 )
 def test_any_change_behind_a_verdict_changes_its_digest(project, file, kernel_only):
     loaded = spec.load(project / "specs" / "op.toml")
@@ -463,6 +478,14 @@ def test_any_change_behind_a_verdict_changes_its_digest(project, file, kernel_on
     os.utime(path, ns=(1, 1))
     assert sources.digest(loaded) != before
     assert (sources.oracle_digest(loaded) == oracle_before) == kernel_only
+
+
+def test_a_kernel_in_a_folder_without_init_counts_with_all_that_it_imports():
+    root = Path(__file__).resolve().parents[1]
+    loaded = spec.load(root / "specs" / "model_paths.toml")
+    assert loaded.kernel.startswith("tests.strict.")
+    names = {str(p.relative_to(root)) for p in sources.files(loaded)}
+    assert {"tests/strict/model_paths.py", "engine/model.py", "engine/ptx.py"} <= names
 
 
 def test_what_is_not_imported_does_not_count(project):
