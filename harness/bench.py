@@ -11,6 +11,7 @@ run; what is kept as a baseline is the share of the floor, not the time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -123,19 +124,20 @@ def _digits(value: float) -> float:
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-def judge(row: Row, baseline: dict[str, Any] | None) -> Row:
+def judge(row: Row, baseline: Any) -> Row:
     """FASTER, SAME or SLOWER than the baseline's share of the floor; MISSING; IMPOSSIBLE."""
+    share = baseline.get("share") if isinstance(baseline, dict) else None
     most = IMPOSSIBLE
     if row.limit == "bytes" and row.copy_bytes_per_s:  # a read alone is a little faster than a copy
         most *= max(1.0, row.read_bytes_per_s / row.copy_bytes_per_s)
     if row.share > most:
         row.verdict, row.note = "IMPOSSIBLE", f"{row.share:.0%} of what this GPU can do"
-    elif baseline is None:
+    elif not isinstance(share, float | int) or not 0 < share < math.inf:
         row.verdict, row.note = "MISSING", "no baseline for this case; --record writes one"
     else:
-        change = row.share / baseline["share"] - 1
+        change = row.share / share - 1
         row.verdict = "SLOWER" if change < -NOISE else "FASTER" if change > NOISE else "SAME"
-        row.note = f"{change:+.1%} of the baseline's share of the floor ({baseline['share']:.1%})"
+        row.note = f"{change:+.1%} of the baseline's share of the floor ({share:.1%})"
     return row
 
 
@@ -162,8 +164,14 @@ def bench(
     ] = None,
 ) -> None:
     """Time cases with bench = true. Exit 0 only if each ran, is right, and is not slower."""
-    every = selection([], [])
+    try:
+        every = selection([], [])
+    except spec.SpecError as error:
+        console.fail(error, 1)
     chosen = selection(names or [], cases or [])
+    found = {part for c in every for part in (Path(c.partition("::")[0]).stem, c.split("::")[1])}
+    if absent := [name for name in [*(names or ()), *(cases or ())] if name not in found]:
+        console.fail(f"no case with bench = true is called that: {', '.join(absent)}")
     if not chosen:
         console.fail("no case with bench = true is called that")
     try:
@@ -177,7 +185,7 @@ def bench(
         raise typer.Exit(code or 1)
     gpu = rows[0].gpu
     path = Path("ci/baselines") / f"{key(gpu)}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = baselines(path)
     for each in rows:
         if each.verdict != "WRONG":
             judge(each, known.get(each.id))
@@ -196,7 +204,18 @@ def bench(
     missing = [c for c in chosen if c not in {r.id for r in rows}]
     for absent in missing:
         typer.echo(f"FAILED {absent} was asked for and has no time", err=True)
-    raise typer.Exit(1 if missing or any(r.verdict in FAILING for r in rows) else 0)
+    if code and not missing and not any(r.verdict in FAILING for r in rows):
+        typer.echo(f"FAILED pytest ended with {code}, though every case has a time", err=True)
+    raise typer.Exit(1 if code or missing or any(r.verdict in FAILING for r in rows) else 0)
+
+
+def baselines(path: Path) -> dict[str, Any]:
+    """What the file keeps, by case; nothing where it cannot be read: every case is MISSING then."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _json(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness import console, devices, sources
+from harness import console, devices, orphans, sources
 from harness.console import Device, fail, say
 from harness.fuzz import EXAMPLES, Fuzz, Outcome, number
 
@@ -73,7 +73,8 @@ def fuzz(
         say(line(one))
 
     try:
-        Fuzz(Path.cwd(), choice, jobs, count, leases).run(show)
+        with orphans.ended():
+            Fuzz(Path.cwd(), choice, jobs, count, leases).run(show)
     except KeyboardInterrupt:
         say(f"interrupted: {len(chosen) - len(outcomes)} specs were not explored to the end")
     except devices.DeviceError as error:

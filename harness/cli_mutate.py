@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harness import console
+from harness import console, orphans
 from harness.console import Device, fail, say
 
 app = typer.Typer()
@@ -57,15 +57,16 @@ def mutate(
     count = count or (1 if choice.gpus else devices.cores())
     on_gpu = choice.device == "cuda"
     try:
-        if check or on_gpu:
-            problems = mutate.check(
-                root, chosen, workers=count, device=choice.device, part=part, say=say
-            )
-            bad = len({problem.partition(": ")[0] for problem in problems})
-        else:
-            every = stages.readable(stages.load_specs(root))
-            made = mutate.examine(root, chosen, everything=every, workers=count, say=say)
-            bad = sum(c["verdict"] != certificates.CERTIFIED for c in made)
+        with orphans.ended():
+            if check or on_gpu:
+                problems = mutate.check(
+                    root, chosen, workers=count, device=choice.device, part=part, say=say
+                )
+                bad = len({problem.partition(": ")[0] for problem in problems})
+            else:
+                every = stages.readable(stages.load_specs(root))
+                made = mutate.examine(root, chosen, everything=every, workers=count, say=say)
+                bad = sum(c["verdict"] != certificates.CERTIFIED for c in made)
     except (LookupError, OSError, RuntimeError) as error:
         fail(error, 1)
     say(certificates.total(certificates.summary(root, chosen)))

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,8 +51,10 @@ def test_share_of_the_floor_is_compared_with_the_baseline(share, verdict):
     assert bench.judge(row(share=share), {"share": 0.9}).verdict == verdict
 
 
-def test_missing_baseline_fails():
+@pytest.mark.parametrize("share", [None, "0.9", 0, -1.0, math.nan, math.inf])
+def test_missing_baseline_fails(share):
     assert bench.judge(row(), None).verdict == "MISSING"
+    assert bench.judge(row(), {"share": share}).verdict == "MISSING"
     assert "MISSING" in bench.FAILING
 
 
@@ -339,6 +342,9 @@ FAKE_GPU = """
     import os
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
     from harness import bench_case, bench_clock
+    from numba.cuda.simulator.cudadrv.devices import FakeCUDAContext
+
+    FakeCUDAContext.deallocations = {}
 
     class Replay:
         made = []
@@ -495,6 +501,22 @@ def test_a_bad_row_does_not_cost_the_others_their_baseline(checkout, monkeypatch
     bad = row(id="specs/x.toml::small", verdict="WRONG")
     assert bench_command(monkeypatch, [row(), bad], "--record").exit_code == 1
     assert list(json.loads(path.read_text())) == ["specs/x.toml::big"]
+
+
+def test_names_that_nothing_has_and_a_damaged_baseline_are_no_pass(checkout, monkeypatch):
+    (checkout / "report").mkdir()
+    for call in (["--spec", "x", "--spec", "y"], ["--spec", "x", "--case", "bigger"]):
+        result = bench_command(monkeypatch, [row()], *call)
+        assert result.exit_code == 2
+        assert f"is called that: {call[-1]}" in result.output
+    (checkout / "ci/baselines").mkdir(parents=True)
+    for text in ("{", "[]", '{"specs/x.toml::big": 3}'):
+        (checkout / "ci/baselines/h200.json").write_text(text)
+        result = bench_command(monkeypatch, [row()])
+        assert result.exit_code == 1
+        assert "MISSING" in result.output
+    (checkout / "specs/z.toml").write_text("stage = 3")
+    assert "z.toml: stage: expected" in bench_command(monkeypatch, [row()]).output
 
 
 def test_case_without_a_time_fails(checkout, monkeypatch):

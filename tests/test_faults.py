@@ -1,6 +1,7 @@
 """What must survive when a process is killed, the disk is full, or two runs do the same thing."""
 
 import ast
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -235,6 +236,15 @@ def test_a_golden_whose_maker_was_killed_is_made_by_the_next(tmp_path):
 # -- fuzzing ---------------------------------------------------------------------------------------
 
 
+def children(pid):
+    """Process ids of the children of all its threads, of which some may end meanwhile."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += task.read_text().split()
+    return found
+
+
 def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     project = Project(tmp_path)
     project.spec("twice", cases="five = { n = 5, sim = true }\n[fuzz]\nn = [1, 500]\n")
@@ -244,27 +254,24 @@ def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     )  # fmt: skip
     assert process.stdout is not None
     assert "device: sim" in process.stdout.readline()
-    workers = ""
-    while not workers:  # threads start them
-        tasks = Path(f"/proc/{process.pid}/task")
-        workers = " ".join(t.joinpath("children").read_text() for t in tasks.iterdir()).strip()
+    while not (workers := children(process.pid)):  # threads start them
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.split())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def test_an_interrupted_mutate_does_not_wait_for_what_is_being_judged(tmp_path):
     project = Project(tmp_path)
     project.write("mine/twice.py", "import time\ndef twice(x, *, y):\n    time.sleep(99)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "harness.cli", "mutate"],
+        [sys.executable, "-m", "harness.cli", "mutate", "--device", "sim"],
         cwd=tmp_path, env=project.environ, text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
-    tasks = Path(f"/proc/{process.pid}/task")
-    while not any(t.joinpath("children").read_text() for t in tasks.iterdir()):
-        time.sleep(0.05)
+    while not children(process.pid):
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == 130, said
