@@ -67,13 +67,12 @@ def run_case(
         case=case.name,
         status=Status.PASSED,
         device="host" if on_host else device_name(),
-        digest=sources.case_digest(spec, case, kernel=name or None),
         kernel=name,
         reference=spec.reference,
         replaced=kernel is not None and not on_host,
     )
     try:
-        verdict = replace(verdict, digest=sources.digest(spec, kernel=name or None))
+        verdict = replace(verdict, digest=sources.case_digest(spec, case, kernel=name or None))
         if drawn:
             golden = goldens.build(spec, case)
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from broken.scale import inputs, reference, scale
 
-from harness import golden, launch, memory, report, run, spec
+from harness import golden, launch, memory, report, run, sources, spec
 from harness.report import Fault, Status
 
 simulator_only = pytest.mark.skipif(
@@ -42,6 +42,13 @@ def test_a_right_launcher_passes_and_is_timed(judge):
     assert verdict.headroom == 0.0
     assert verdict.device == launch.device_name()
     assert len(verdict.digest) == 64
+
+
+def test_a_verdict_has_the_digest_that_receipts_are_looked_up_by(load):
+    """Else a run on a GPU would leave receipts that are stale from the start."""
+    loaded = load()
+    verdict = run.run_case(loaded, loaded.cases["small"])
+    assert verdict.digest == sources.case_digests(loaded)["small"]
 
 
 def test_a_launcher_may_be_given_by_name(judge):
