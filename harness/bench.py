@@ -202,8 +202,8 @@ def bench(
     written = bench_report.write(rows, report)
     typer.echo(f"{report / 'bench.json'}, and how cost grows: {len(written)} files beside it")
     missing = [c for c in chosen if c not in {r.id for r in rows}]
-    for absent in missing:
-        typer.echo(f"FAILED {absent} was asked for and has no time", err=True)
+    for gone in missing:
+        typer.echo(f"FAILED {gone} was asked for and has no time", err=True)
     if code and not missing and not any(r.verdict in FAILING for r in rows):
         typer.echo(f"FAILED pytest ended with {code}, though every case has a time", err=True)
     raise typer.Exit(1 if code or missing or any(r.verdict in FAILING for r in rows) else 0)
