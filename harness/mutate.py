@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Pool:
         self._threads = ThreadPoolExecutor(workers)
         self._idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
         self._started: list[subprocess.Popen] = []
+        self._ended = False
 
     def submit(self, job: dict[str, Any]) -> Future[dict[str, Any]]:
         return self._threads.submit(self._judge, job)
@@ -63,13 +65,14 @@ class Pool:
         """Wait for what is queued, or with `now` end it."""
         if now:
             self._threads.shutdown(wait=False, cancel_futures=True)
+            self._ended = True  # what a thread starts after this it ends itself
             for process in self._started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
         self._threads.shutdown(cancel_futures=True)
         for process in self._started:
             if process.stdin:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
             process.wait()
 
     def _judge(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +82,6 @@ class Pool:
             process = self._idle.get_nowait()
         except queue.Empty:
             process = self._start()
-            self._started.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(job) + "\n")
@@ -95,7 +97,7 @@ class Pool:
     def _start(self, *arguments: str) -> subprocess.Popen:
         environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": str(int(self.device == "sim"))}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "harness.nursery", *arguments],
             cwd=self.root,
             env=environment,
@@ -104,6 +106,10 @@ class Pool:
             text=True,
             start_new_session=True,  # with its children, in a group of its own
         )
+        self._started.append(process)
+        if self._ended:
+            _kill(process)
+        return process
 
     def _once(self, job: dict[str, Any]) -> dict[str, Any]:
         process = self._start("--once")
@@ -111,7 +117,7 @@ class Pool:
         try:
             answer, _ = process.communicate(json.dumps(job) + "\n", timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.communicate()
             return nursery.lost(job, Status.TIMEOUT, f"no verdict after {limit_s:g} s")
         try:
@@ -119,6 +125,13 @@ class Pool:
         except ValueError:
             message = f"its process ended with {process.returncode} and no verdict"
             return nursery.lost(job, Status.CRASHED, message)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End a process and its children, if it has not ended: its number may be another's by then."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -399,7 +412,7 @@ def examine(
         ThreadPoolExecutor(workers + 1) as threads,
         pool(root, workers) as judges,  # ends first, so that who waits for a verdict ends too
     ):
-        return list(threads.map(one, chosen))
+        return _all(threads, one, chosen)
 
 
 def _family(spec: Spec) -> str:
@@ -435,7 +448,23 @@ def check(
             root, workers, device
         ) as judges,  # ends first, so that who waits for a verdict ends too
     ):
-        return [problem for found in threads.map(one, chosen) for problem in found]
+        return [problem for found in _all(threads, one, chosen) for problem in found]
+
+
+def _all(threads: ThreadPoolExecutor, one: Callable[[Spec], Any], chosen: Sequence[Spec]) -> list:
+    """`one` of each, in order. Waits in short steps: one long wait would not hear an interrupt that
+    came just before it, or to another thread."""
+    futures = [threads.submit(one, spec) for spec in chosen]
+    try:
+        while True:
+            done, left = wait_for(futures, 0.2, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if not left:
+                return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def again(examination: Examination, certificate: Mapping[str, Any], part: float) -> list[str]:
