@@ -1,5 +1,6 @@
 """The decode loop in numpy and the command on it: lossless in every mode, for every drafter."""
 
+import itertools
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from engine.decode import _Pace
 from goldens import bundles, sample
 from goldens.decode import CONTEXT, EOS, MAX_NEW, Pace, accept, decode, grown, sizes
 from goldens.drafters import Ngram, Replay, nothing, replay_table
@@ -286,6 +288,42 @@ def test_costs_stop_a_tree_where_the_next_node_does_not_pay():
     assert len(grown(0, log_probs, tokens, 8, dear.floors(9))["tree_tokens"]) == 3  # .6, .36
     dear.spend(0, 2)  # twice the pace: a node must bring 0.64
     assert len(grown(0, log_probs, tokens, 8, dear.floors(9))["tree_tokens"]) == 1
+
+
+def _trees(nodes: list[tuple[int, ...]], most: int):
+    """Every tree of up to `most` nodes: sets that hold the parent of each of their nodes."""
+    for count in range(most + 1):
+        for some in itertools.combinations(nodes, count):
+            if all(len(node) == 1 or node[:-1] in some for node in some):
+                yield some
+
+
+@pytest.mark.parametrize("pace_of", [Pace, _Pace], ids=["golden", "engine"])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_tree_brings_more_for_its_cost_than_the_one_that_is_grown(seed, pace_of):
+    """Against all trees, where each further node costs at least what the one before did."""
+    rng = np.random.default_rng(seed)
+    length, k, budget = 3, 2, 5
+    probabilities = np.sort(rng.dirichlet(np.ones(k + 1), length))[:, :0:-1]
+    costs = np.cumsum([1.0, *np.sort(rng.uniform(0, 0.5, budget))])
+    pace = pace_of(costs)
+    for _ in range(seed % 4):
+        pace.spend(int(rng.integers(0, budget + 1)), int(rng.integers(1, length + 2)))
+    rate = pace.tokens / pace.time if pace.tokens else 1 / costs[0]
+
+    def brings(tree) -> float:
+        shares = [np.prod([probabilities[d, i] for d, i in enumerate(node)]) for node in tree]
+        return sum(shares) - rate * (costs[len(tree)] - costs[0])
+
+    nodes = [n for d in range(length) for n in itertools.product(range(k), repeat=d + 1)]
+    best = max(map(brings, _trees(nodes, budget)))
+    log_probs = np.log(probabilities).astype(np.float32)
+    ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+    tree = grown(0, log_probs, ids, budget, pace.floors(budget + 1))
+    paths = [()]
+    for token, parent in zip(tree["tree_tokens"][1:], tree["parents"][1:], strict=True):
+        paths.append((*paths[parent], int(token)))
+    assert brings(paths[1:]) == pytest.approx(best, abs=1e-6)
 
 
 def test_an_adaptive_round_has_room_for_twice_the_last_tree():
