@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -372,7 +371,7 @@ def _cheapest(spec: Spec) -> list[Case]:
 
 
 def _source(module: str) -> str:
-    found = importlib.util.find_spec(module)
+    found = specs.find_module(module)
     if found is None or not found.origin or not found.origin.endswith(".py"):
         raise LookupError(f"{module}: there is no source to plant a fault in")
     return Path(found.origin).read_text(encoding="utf-8")

@@ -5,12 +5,14 @@ read, a key that nobody knows, an axis without a value: `SpecError`, which names
 says what was expected.
 """
 
-import importlib.util
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -224,6 +226,28 @@ def load(path: Path | str) -> Spec:
         raise SpecError(path, "file", f"a spec, and not {error!r}") from error
 
 
+def find_module(name: str) -> ModuleSpec | None:
+    """Where Python finds the module of a dotted name; None if nowhere.
+
+    Imports nothing, where `importlib.util.find_spec("a.b")` imports a, which may do anything: to
+    read a spec is no reason to run what it names.
+    """
+    top, *rest = name.split(".")
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError):  # of "", or of __main__
+        return None
+    whole = top
+    for part in rest:
+        if found is None or found.submodule_search_locations is None:
+            return None
+        whole = f"{whole}.{part}"
+        known = sys.modules.get(whole)
+        path = found.submodule_search_locations
+        found = known.__spec__ if known else PathFinder.find_spec(whole, path)
+    return found
+
+
 class _Reader:
     """Checks on the way from tables to a Spec; holds the file name for the errors."""
 
@@ -303,16 +327,7 @@ class _Reader:
         return name
 
     def module_exists(self, key: str, name: str) -> None:
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError, AttributeError):
-            found = None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # finding a.b imports a, which may do anything
-            said = f"a module that Python can find ({type(error).__name__} in its package)"
-            raise self.error(key, said, name) from error
-        if found is None:
+        if find_module(name) is None:
             raise self.error(key, "a module that Python can find", name)
 
     def tensor(self, section: str, name: str, table: object, extra: Iterable[str] = ()) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import importlib.util
 import math
 import os
 import shutil
@@ -395,11 +394,7 @@ def _tied_to(parent: int) -> Callable[[], None] | None:
 def missing_module(kernel: str) -> str | None:
     """What to say of a launcher ("module:function") whose module is not there; None if it is."""
     module = kernel.partition(":")[0]
-    try:
-        there = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # of a package that holds it; what else is wrong, a case says
-        there = False
-    if there:
+    if spec.find_module(module) is not None:
         return None
     return f"--kernel {kernel}: no module {module!r} in this folder or on PYTHONPATH"
 

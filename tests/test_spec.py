@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -208,14 +209,26 @@ def test_what_editors_put_before_and_after_a_line_is_no_fault(load, tmp_path):
     assert spec.load(path).cases == load(GOOD).cases
 
 
-@pytest.mark.parametrize("text", ["raise RuntimeError", "raise SystemExit(0)", "1 / 0"])
-def test_a_package_that_cannot_be_imported_is_a_spec_error(load, tmp_path, monkeypatch, text):
-    package = f"breaks_{len(text)}"
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text(text)
+def test_reading_a_spec_runs_nothing_that_it_names(load, tmp_path, monkeypatch):
+    (tmp_path / "leaves").mkdir()
+    (tmp_path / "leaves" / "__init__.py").write_text("import os; os._exit(0)")
+    (tmp_path / "leaves" / "oracle.py").write_text("import os; os._exit(0)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(spec.SpecError, match="reference: expected a module that Python can find"):
-        load(_second('"broken.scale"', f'"{package}.oracle"'))
+    loaded = load(_second('"broken.scale"', '"leaves.oracle"'))
+    assert loaded.reference == "leaves.oracle"
+    assert "leaves" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("json", True), ("json.decoder", True), ("os.path", False), ("json.nothing", False),
+        ("numpy.linalg", True), ("broken", True), ("broken.scale", True), ("broken.scale.x", False),
+        ("", False), (".x", False), ("json.", False), ("json..decoder", False),
+    ],
+)  # fmt: skip
+def test_a_module_is_found_as_python_would(name, there):
+    assert (spec.find_module(name) is not None) == there
 
 
 def test_a_file_that_is_not_there_is_a_spec_error(tmp_path):
