@@ -93,6 +93,8 @@ def oracle(spec: Spec) -> ModuleType:
     for name in ("inputs", "reference", *(["witness"] if spec.stage == "golden" else [])):
         if not callable(getattr(module, name, None)):
             raise Fault(Status.SPEC_ERROR, f"{spec.reference} has no function {name}(...)")
+    if spec.stage == "golden" and module.witness is module.reference:
+        raise Fault(Status.VACUOUS, f"{spec.reference}: the witness is the reference itself")
     return module
 
 

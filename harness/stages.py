@@ -268,6 +268,7 @@ class Gate:
         # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         environ = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        environ.pop("PYTEST_ADDOPTS", None)  # it is told what to run
         process = subprocess.Popen(
             command,
             cwd=self.root,

@@ -56,6 +56,7 @@ def one_spec(project):
 
 
 def test_a_pass_prints_progress_a_table_and_what_did_not_run(project):
+    project.environ["PYTEST_ADDOPTS"] = "-k nothing"
     done = project.gate(workers=1)
     assert done.returncode == 0, done.stdout
     assert "stage kernel: 2 cases on the simulator" in done.stdout

@@ -563,6 +563,9 @@ def test_stage_golden_compares_the_reference_with_a_witness(judge, monkeypatch):
     monkeypatch.setattr(oracle, "witness", lambda *, x, factor: {"y": x.astype(np.float64) * 2})
     assert judge(None, *changes).status is Status.WRONG
 
+    monkeypatch.setattr(oracle, "witness", oracle.reference)
+    assert judge(None, *changes).status is Status.VACUOUS
+
 
 def test_an_input_that_no_golden_depends_on_is_vacuous_in_the_first_case(judge, oracle):
     ignored = oracle(lambda *, x, factor: {"y": np.arange(24.0).reshape(3, 8)})
