@@ -51,13 +51,14 @@ def inputs(
 
 
 def derived(*, m: int, k: int, pattern: str, exact: bool) -> dict[str, int | bool]:
-    """Sizes of words, scales and the permuted x: rows in tiles of 8, 16, 32 or 64."""
+    """Sizes of words, scales and the permuted x: rows in tiles of 8, 16, 32 or 64, whole quarters
+    of an even number of blocks of 128 columns."""
     tile = next((8 * c for c in (1, 2, 4) if m <= 8 * c), 64)
     return {
         "words": k // 8,
         "groups": k // 32,
         "tokens": -(-m // tile) * tile,
-        "width": -(-k // 128) * 128,
+        "width": -(-k // 1024) * 1024,
         "exact": exact and pattern != "far_scales",
     }
 
