@@ -33,11 +33,6 @@ DOUBLE = re.compile(
 )
 OPCODE = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*;", re.M)
 LOCAL = ("LDL", "STL")
-# Bytes of stack that ptxas keeps on GPUs that no run has seen, and not on Hopper (DECISIONS.md).
-SPILLS = {
-    ("tree_verify_mla_bf16_heads_tile32_rank512_rope64", "sm_100"): 8,
-    ("tree_verify_mla_bf16_heads_tile16_rank64_rope16", "sm_120"): 8,
-}
 
 
 @dataclass
@@ -106,11 +101,10 @@ def inspect_kernel(module: str, attribute: str, constants: dict | None, target: 
     sass, usage = disassemble(cubin)
     opcodes = Counter(OPCODE.findall(sass))
     faults = []
-    known = usage["STACK"] and SPILLS.get((kernel.name, target)) == usage["STACK"]
-    if usage["STACK"] and not known:
+    if usage["STACK"]:
         faults.append(f"{usage['STACK']} B of stack")
     local = sum(n for op, n in opcodes.items() if op.startswith(LOCAL))
-    if local and not known:
+    if local:
         faults.append(f"{local} local-memory instructions")
     doubles = sorted(set(DOUBLE.findall(sass)))
     if doubles:

@@ -80,6 +80,10 @@ LOG2_E = math.log2(math.e)
 CHUNK_BYTES = 128  # 64 bf16 columns: a row of a shared tile, swizzled in 16-byte units
 FOLD_THREADS = 256
 SIMT_THREADS = 128
+# Shared memory of an SM (sm_90, sm_100) and what a block of any kernel takes of it. ptxas otherwise
+# spills for the sake of more blocks an SM than that has room for.
+SM_SHARED = 228 * 1024
+BLOCK_SHARED = 1024
 
 
 @function
@@ -225,6 +229,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
 
     @kernel(
         threads=THREADS,
+        blocks_per_sm=None if wgmma else SM_SHARED // (SHARED + BLOCK_SHARED),
         registers=255,
         dynamic_shared=SHARED,
         sass=("HGMMA", "LDGSTS") if wgmma else ("HMMA", "LDSM", "LDGSTS"),
