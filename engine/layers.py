@@ -328,7 +328,10 @@ def _experts_of_ranks(
                 **scratch, parts=used,
             ),
         ),
-        Launch(f"{name}.exchange", _call(group.exchange, parts, others)),
+        Launch(
+            f"{name}.exchange",
+            _call(group.exchange, parts, others, experts=experts, share=weights.count),
+        ),
     ]  # fmt: skip
     if mine.start < mine.stop:
         combine = _call(
@@ -341,7 +344,9 @@ def _experts_of_ranks(
         return [*launches, Launch(f"{name}.gather", _call(group.all_gather, own, whole))]
     every = b.view("experts_rows", world, each, hidden)
     first = every.reshape(world * each, hidden)[:rows].reshape(1, rows, hidden)
-    launches.append(Launch(f"{name}.gather", _call(group.all_gather, own, every)))
+    launches.append(
+        Launch(f"{name}.gather", _call(group.all_gather, own, every, rows=mine.stop - mine.start))
+    )
     launches.append(Launch(f"{name}.rows", _call(join_columns, first, whole=y)))
     return launches
 

@@ -10,9 +10,13 @@ A group is this process's or turn's place among the ranks. It has `rank`, `world
     all_gather(part, whole)   whole[r] = rank r's part
     exchange(parts, others)   others[r] = what rank r had in parts[this rank]
 
-all with `stream`. Two kinds: `Nccl`, processes with a GPU each (`Ranks` starts them), and `Turns`,
-ranks in one process on one device or in the simulator, which run one after another from one
-collective to the next (`in_turns`).
+all with `stream`, and with a word on what was written, so that nobody need read the rest: `rows`,
+how many of the part's first rows this rank has; `experts` int32 and `share`: slot i of the
+flattened `parts` is choice i's, and was written by rank experts[i] // share.
+
+Two kinds: `Nccl`, processes with a GPU each (`Ranks` starts them), and `Turns`, ranks in one
+process on one device or in the simulator, which run one after another from one collective to the
+next (`in_turns`).
 """
 
 import contextlib
@@ -62,13 +66,19 @@ class Nccl:
         key = agree(self._nccl.get_unique_id() if rank == 0 else None)
         self._communicator = self._nccl.NcclCommunicator(world, key, rank)
 
-    def all_gather(self, part: Any, whole: Any, *, stream: Any = None) -> None:
+    def all_gather(
+        self, part: Any, whole: Any, *, rows: int | None = None, stream: Any = None
+    ) -> None:
+        """Whole rooms move, whatever is in them: their size is fixed when a graph is captured."""
         _check_gather(part, whole, self.world)
         self._communicator.allGather(
             _pointer(part), _pointer(whole), _nbytes(part), self._nccl.NCCL_UINT8, _handle(stream)
         )
 
-    def exchange(self, parts: Any, others: Any, *, stream: Any = None) -> None:
+    def exchange(
+        self, parts: Any, others: Any, *, experts: Any = None, share: int = 0, stream: Any = None
+    ) -> None:
+        """Whole rooms move, as in `all_gather`."""
         _check_exchange(parts, others, self.world)
         size, handle = _nbytes(parts) // self.world, _handle(stream)
         byte = self._nccl.NCCL_UINT8
@@ -110,7 +120,8 @@ def _handle(stream: Any) -> int:
 
 
 def _check_gather(part: Any, whole: Any, world: int) -> None:
-    if tuple(whole.shape) != (world, *part.shape) or whole.dtype != part.dtype:
+    fits = part.shape and tuple(whole.shape) == (world, *part.shape)
+    if not fits or whole.dtype != part.dtype:
         raise ValueError(
             f"all_gather: {part.dtype}{list(part.shape)} of {world} ranks into "
             f"{whole.dtype}{list(whole.shape)}"
@@ -119,7 +130,7 @@ def _check_gather(part: Any, whole: Any, world: int) -> None:
 
 def _check_exchange(parts: Any, others: Any, world: int) -> None:
     same = parts.shape == others.shape and parts.dtype == others.dtype
-    if not same or not parts.shape or parts.shape[0] != world:
+    if not same or len(parts.shape) < 2 or parts.shape[0] != world:
         raise ValueError(
             f"exchange: {parts.dtype}{list(parts.shape)} of {world} ranks into "
             f"{others.dtype}{list(others.shape)}"
@@ -141,28 +152,47 @@ class Turns:
     def tell(self, what: Any) -> None:
         """Nobody listens: the caller of `in_turns` is in the same process."""
 
-    def all_gather(self, part: Any, whole: Any, *, stream: Any = None) -> None:
+    def all_gather(
+        self, part: Any, whole: Any, *, rows: int | None = None, stream: Any = None
+    ) -> None:
+        """Of each part, its first `rows` move."""
         _check_gather(part, whole, self.world)
-        self._meet("all_gather", part, whole)
+        written = np.arange(part.shape[0]) < (part.shape[0] if rows is None else rows)
+        self._meet("all_gather", part, whole, written)
 
-    def exchange(self, parts: Any, others: Any, *, stream: Any = None) -> None:
+    def exchange(
+        self, parts: Any, others: Any, *, experts: Any = None, share: int = 0, stream: Any = None
+    ) -> None:
+        """Of each part, the slots move that this rank's experts made."""
         _check_exchange(parts, others, self.world)
-        self._meet("exchange", parts, others)
+        written = np.full(parts.shape[:2], experts is None)
+        if experts is not None:
+            made_by = experts.copy_to_host().reshape(-1) // share
+            written.reshape(-1)[: len(made_by)] = made_by == self.rank
+        self._meet("exchange", parts, others, written)
 
-    def _meet(self, what: str, given: Any, taken: Any) -> None:
-        """The last rank that comes moves the data of all."""
-        self._waiting[self.rank] = (what, given, taken)
+    def _meet(self, what: str, given: Any, taken: Any, written: np.ndarray) -> None:
+        """The last rank that comes moves the data of all. written: which rows of a part are."""
+        self._waiting[self.rank] = (what, given, taken, written)
         if len(self._waiting) < self.world:
             self._hub.switch()
             return
         calls = [self._waiting[rank] for rank in range(self.world)]
         self._waiting.clear()
-        if len({(what, tuple(given.shape), str(given.dtype)) for what, given, _ in calls}) > 1:
+        if len({(what, tuple(given.shape), str(given.dtype)) for what, given, *_ in calls}) > 1:
             raise RankError(f"the ranks meet for different things: {[c[:1] for c in calls]}")
-        for receiver, (_, _, into) in enumerate(calls):
-            for sender, (_, sent, _) in enumerate(calls):
+        for receiver, (_, _, into, _) in enumerate(calls):
+            for sender, (_, sent, _, written) in enumerate(calls):
                 piece = sent if what == "all_gather" else sent[receiver]
-                _bytes(into[sender]).copy_to_device(_bytes(piece))
+                of_piece = written if what == "all_gather" else written[receiver]
+                for rows in _runs(of_piece):
+                    _bytes(into[sender][rows]).copy_to_device(_bytes(piece[rows]))
+
+
+def _runs(written: np.ndarray) -> list[slice]:
+    """The stretches of a bool [rows] that are true."""
+    edges = np.flatnonzero(np.diff(written, prepend=False, append=False)).tolist()
+    return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _bytes(array: Any) -> Any:

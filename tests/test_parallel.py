@@ -89,6 +89,9 @@ class Array(np.ndarray):
     def copy_to_device(self, source):
         self[...] = source
 
+    def copy_to_host(self):
+        return np.array(self)
+
 
 def array(*shape, value=0):
     return np.full(shape, value, np.float32).view(Array)
@@ -106,6 +109,28 @@ def test_turns_gather_and_exchange():
     assert in_turns(3, rank) == [
         ([0, 1, 2], [0, 10, 20]), ([0, 1, 2], [1, 11, 21]), ([0, 1, 2], [2, 12, 22]),
     ]  # fmt: skip
+
+
+def test_what_nobody_wrote_does_not_move():
+    def rank(group):
+        part, whole = array(2, 1, value=group.rank), array(3, 2, 1, value=-1)
+        rows = 2 - group.rank
+        part[rows:] = np.nan
+        group.all_gather(part, whole, rows=rows)
+
+        experts = np.array([[0, 3], [4, 5], [-1, 6]], np.int32).view(Array)  # two a rank
+        parts, others = array(3, 2, 1, value=np.nan), array(3, 2, 1, value=-1)
+        mine = experts.ravel() // 2 == group.rank
+        parts.reshape(6)[mine] = experts.ravel()[mine]
+        group.exchange(parts, others, experts=experts, share=2)
+        return whole[..., 0].tolist(), others[..., 0].tolist()
+
+    gathered = [[0, 0], [1, -1], [-1, -1]]
+    assert in_turns(3, rank) == [
+        (gathered, [[0, -1], [-1, 3], [-1, -1]]),
+        (gathered, [[-1, -1], [-1, -1], [4, 5]]),
+        (gathered, [[-1, -1], [-1, -1], [-1, -1]]),
+    ]
 
 
 def test_a_turn_that_never_comes_is_an_error_and_not_a_hang():
