@@ -49,3 +49,13 @@ def reference(
     return moe_combine.reference(
         parts=parts[owner, slots], experts=experts, expert_weights=expert_weights, count=count
     )
+
+
+def work(
+    *, parts: np.ndarray, experts: np.ndarray, expert_weights: np.ndarray, count: int
+) -> dict[str, int]:
+    """Of a choice's slots one is read, its expert's rank's. M: rows."""
+    chosen = int(((experts >= 0) & (experts < count)).sum())
+    rows, row_bytes = len(experts), parts[0, 0].nbytes
+    read = chosen * row_bytes + experts.nbytes + expert_weights.nbytes
+    return {"bytes": read + rows * row_bytes, "M": rows}
