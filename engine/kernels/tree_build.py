@@ -11,7 +11,9 @@ its next child, and parents come before children. A token of log-probability -in
 One block a request. Warp 0 is the heap: lane l keeps the best of the next children of nodes l,
 l + 32, .., a reduction finds the best lane, and equal scores are told apart by walking up to the
 common ancestor. A new node changes two lanes: its own, and that of its parent, which all lanes look
-through together. Then all warps write the outputs.
+through together. One warp's time is the length of its chain of instructions, so scores are compared
+as the bits of costs, rows of log-probabilities end in -inf instead of a test, and all lanes store
+what one would. Then all warps write the outputs.
 
 Rows past counts[r] are padding: token and parent -1, depth 0, ancestors themselves alone.
 status[r]: 0; 1 = log-probabilities that rise, exceed 0 or are NaN, or a token below 0 that is not
@@ -21,7 +23,7 @@ padding row of the batch: count 0.
 
 import math
 
-from engine.device import cdiv, check, cuda, f32, function, i32, kernel, ptr, u16, u32, u64
+from engine.device import cdiv, check, cuda, f32, function, i32, kernel, ptr, u32, u64
 from engine.ptx import (
     advance,
     bits_to_f32,
@@ -29,7 +31,7 @@ from engine.ptx import (
     pdl_launch_dependents,
     pdl_wait,
     popc,
-    warp_max_u32,
+    warp_min_u32,
 )
 from engine.warp import FULL
 
@@ -38,49 +40,56 @@ MAX_LENGTH = 16  # draft positions
 MAX_K = 1024
 THREADS = 256
 BAD_LOG_PROBS, BAD_BUDGET = 1, 2
-OFFERS = 7168  # log-probabilities kept in shared memory: 7 positions of 1024, 28 KB
+OFFERS = 4640  # log-probabilities in shared memory: 16 rows of 289, or 4 of 1025 and one of -inf
 SIGN = 0x80000000
+NONE = 0x7F800000  # the cost of -inf, which is no candidate
+LOW = 0xFFFF
 
 
 @function
-def _key(score):
-    """u32 that orders as the scores (f32, at most 0) do; 0 for -inf, which is no candidate."""
-    if score > f32(-math.inf):
-        if score == f32(0):
-            return u32(SIGN)
-        return u32(f32_to_bits(score) ^ u32(FULL))
-    return u32(0)
+def _cost(score):
+    """u32 that rises as the score (f32, at most 0) falls."""
+    return u32(f32_to_bits(score) & u32(0x7FFFFFFF))
 
 
 @function
-def _score(key):
-    return f32(0) if key == u32(SIGN) else bits_to_f32(u32(key ^ u32(FULL)))
-
-
-@function
-def _before(parent_of, depth_of, rank_of, following, a, b):
+def _before(nodes, links, a, b):
     """Is the rank tuple of node a's next child lexicographically before that of node b's?
 
     Neither is a prefix of the other: what extends a child that has not joined has not joined.
     """
     x, y = u32(a), u32(b)
-    rank_x, rank_y = u32(following[x]), u32(following[y])
-    while depth_of[x] > depth_of[y]:
-        rank_x = u32(rank_of[x])
-        x = u32(parent_of[x])
-    while depth_of[y] > depth_of[x]:
-        rank_y = u32(rank_of[y])
-        y = u32(parent_of[y])
+    place_x, place_y = u32(nodes[x] & u32(LOW)), u32(nodes[y] & u32(LOW))
+    while u32(nodes[x] >> u32(16)) > u32(nodes[y] >> u32(16)):
+        place_x = u32(links[x] & u32(LOW))
+        x = u32(links[x] >> u32(16))
+    while u32(nodes[y] >> u32(16)) > u32(nodes[x] >> u32(16)):
+        place_y = u32(links[y] & u32(LOW))
+        y = u32(links[y] >> u32(16))
     while x != y:
-        rank_x, rank_y = u32(rank_of[x]), u32(rank_of[y])
-        x, y = u32(parent_of[x]), u32(parent_of[y])
-    return rank_x < rank_y
+        place_x, place_y = u32(links[x] & u32(LOW)), u32(links[y] & u32(LOW))
+        x, y = u32(links[x] >> u32(16)), u32(links[y] >> u32(16))
+    return place_x < place_y
 
 
 @function
 def _lowest(bits):
     """Index of the lowest set bit."""
     return popc(u32(u32(bits ^ u32(bits - u32(1))) >> u32(1)))
+
+
+@function
+def _first_of(nodes, links, equal, best):
+    """Of the candidates in the lanes `equal`, all of the same cost, the node whose next child is
+    first. best: a lane's own candidate."""
+    first = u32(cuda.shfl_sync(FULL, i32(best), i32(_lowest(equal))))
+    equal = u32(equal & u32(equal - u32(1)))
+    while equal != u32(0):
+        other = u32(cuda.shfl_sync(FULL, i32(best), i32(_lowest(equal))))
+        if _before(nodes, links, other, first):
+            first = other
+        equal = u32(equal & u32(equal - u32(1)))
+    return first
 
 
 @kernel(threads=THREADS, registers=64, dependent_launch=True)
@@ -103,13 +112,12 @@ def _tree_build(
 ):
     pdl_launch_dependents()
     pdl_wait()
-    keys = cuda.shared.array(MAX_NODES, u32)  # of each node's next child; 0: it has none
+    costs = cuda.shared.array(MAX_NODES, u32)  # of each node's next child, NONE if it has none
     scores = cuda.shared.array(MAX_NODES, f32)
-    parent_of = cuda.shared.array(MAX_NODES, u16)
-    depth_of = cuda.shared.array(MAX_NODES, u16)
-    rank_of = cuda.shared.array(MAX_NODES, u16)  # among its parent's children, from 1
-    following = cuda.shared.array(MAX_NODES, u16)  # rank of each node's next child
-    offered = cuda.shared.array(OFFERS, f32)  # log_prob, as far as it fits
+    # Where the node's next child is among `offered`, and above it where the row of that begins.
+    nodes_at = cuda.shared.array(MAX_NODES, u32)
+    links = cuda.shared.array(MAX_NODES, u32)  # where the node is itself, and above it its parent
+    offered = cuda.shared.array(OFFERS, f32)  # rows of `stride`: log_prob, then -inf; a row of -inf
     size = cuda.shared.array(1, u32)
     request = u32(cuda.blockIdx.x)
     thread = u32(cuda.threadIdx.x)
@@ -118,6 +126,8 @@ def _tree_build(
     log_prob = advance(log_probs, u64(u64(request) * u64(offers)))
     token = advance(tokens, u64(u64(request) * u64(offers)))
     budget = i32(budgets[request])
+    stride = u32(min(k, u32(nodes - u32(1))) + u32(1))  # no rank is above the number of nodes
+    fits = u32(u32(length + u32(1)) * stride) <= u32(OFFERS)
 
     bad = i32(0)
     i = thread
@@ -127,8 +137,9 @@ def _tree_build(
             bad = i32(1)
         if u32(i % k) != u32(0) and value > log_prob[u32(i - u32(1))]:
             bad = i32(1)
-        if i < u32(OFFERS):
-            offered[i] = value
+        at = u32(u32(u32(i // k) * stride) + u32(i % k))
+        if u32(i % k) < u32(stride - u32(1)) and fits:
+            offered[at] = value
         i = u32(i + u32(THREADS))
     bad = i32(cuda.syncthreads_or(bad))
     code = i32(BAD_LOG_PROBS) if bad != i32(0) else i32(0)
@@ -138,84 +149,85 @@ def _tree_build(
     if code == i32(0) and budget > i32(0):
         most = u32(budget)
 
+    i = thread
+    while i < u32(MAX_NODES):
+        costs[i] = u32(NONE)
+        i = u32(i + u32(THREADS))
+    if fits:
+        i = thread
+        while i < u32(length + stride):
+            if i < length:
+                offered[u32(u32(u32(i + u32(1)) * stride) - u32(1))] = f32(-math.inf)
+            else:
+                offered[u32(u32(length * stride) + u32(i - length))] = f32(-math.inf)
+            i = u32(i + u32(THREADS))
+    cuda.syncthreads()
+
     if thread < u32(32):
         n = u32(1)
-        best, best_slot = u32(0), lane  # of the next children of this lane's nodes
+        best, best_slot = u32(NONE), lane  # of the next children of this lane's nodes
         if lane == u32(0):
-            best = _key(log_prob[u32(0)])
-            keys[0] = best
+            best = _cost(log_prob[u32(0)])
+            costs[0] = best
             scores[0] = f32(0)
-            parent_of[0] = u16(0)
-            depth_of[0] = u16(0)
-            rank_of[0] = u16(0)
-            following[0] = u16(1)
+            nodes_at[0] = u32(0)
+            links[0] = u32(0)
         cuda.syncwarp()
         lowest_score = f32(-math.inf)
         if most > u32(0):
             lowest_score = floors[u32(1)]
         while n <= most:
             next_floor = floors[min(u32(n + u32(1)), most)]  # for the next turn, so fetched now
-            top = warp_max_u32(best)
-            if top == u32(0):
+            top = warp_min_u32(best)
+            if top >= u32(NONE):
                 break
+            slot = warp_min_u32(best_slot if best == top else u32(FULL))
             tied = u32(cuda.ballot_sync(FULL, best == top))
-            slot = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(_lowest(tied))))
-            tied = u32(tied & u32(tied - u32(1)))
-            while tied != u32(0):
-                other = u32(cuda.shfl_sync(FULL, i32(best_slot), i32(_lowest(tied))))
-                if _before(parent_of, depth_of, rank_of, following, other, slot):
-                    slot = other
-                tied = u32(tied & u32(tied - u32(1)))
-            score = _score(top)
+            if u32(tied & u32(tied - u32(1))) != u32(0):
+                slot = _first_of(nodes_at, links, tied, best_slot)
+            score = bits_to_f32(u32(top | u32(SIGN)))
             if not score >= lowest_score:
                 break
             lowest_score = next_floor
-            depth = u32(depth_of[slot] + u16(1))
-            rank = u32(following[slot])
-            row = u32(u32(depth - u32(1)) * k)
-            beside, below = u32(row + rank), u32(row + k)
-            sibling, child = u32(0), u32(0)
-            if rank < k:
-                if beside < u32(OFFERS):
-                    sibling = _key(f32(scores[slot] + offered[beside]))
-                else:
-                    sibling = _key(f32(scores[slot] + log_prob[beside]))
-            if depth < length:
-                if below < u32(OFFERS):
-                    child = _key(f32(score + offered[below]))
-                else:
-                    child = _key(f32(score + log_prob[below]))
-            cuda.syncwarp()  # all have read what lane 0 changes
-            if lane == u32(0):
-                following[slot] = u16(rank + u32(1))
-                keys[slot] = sibling
-                keys[n] = child
-                scores[n] = score
-                parent_of[n] = u16(slot)
-                depth_of[n] = u16(depth)
-                rank_of[n] = u16(rank)
-                following[n] = u16(1)
+            node = u32(nodes_at[slot])
+            place, row = u32(node & u32(LOW)), u32(node >> u32(16))
+            further = u32(row + stride)  # the row of the new node's children
+            above = scores[slot]
+            if fits:
+                sibling = _cost(f32(above + offered[u32(place + u32(1))]))
+                child = _cost(f32(score + offered[further]))
+            else:
+                sibling, child = u32(NONE), u32(NONE)
+                beside = u32(u32(place - row) + u32(1))
+                depth = u32(further // stride)
+                if beside < k:
+                    at = u32(u32(u32(depth - u32(1)) * k) + beside)
+                    sibling = _cost(f32(above + log_prob[at]))
+                if depth < length:
+                    child = _cost(f32(score + log_prob[u32(depth * k)]))
+            cuda.syncwarp()  # all have read what all lanes store now
+            costs[slot] = sibling
+            nodes_at[slot] = u32(node + u32(1))
+            costs[n] = child
+            scores[n] = score
+            nodes_at[n] = u32(further | u32(further << u32(16)))
+            links[n] = u32(place | u32(slot << u32(16)))
             cuda.syncwarp()
             group = u32(slot & u32(31))
-            mine = u32(group + u32(lane * u32(32)))
-            key = u32(keys[mine]) if mine <= n else u32(0)
-            highest = warp_max_u32(key)
-            equal = u32(cuda.ballot_sync(FULL, key == highest))
-            first = u32(group + u32(_lowest(equal) * u32(32)))
-            if highest != u32(0):
-                equal = u32(equal & u32(equal - u32(1)))
-                while equal != u32(0):
-                    other = u32(group + u32(_lowest(equal) * u32(32)))
-                    if _before(parent_of, depth_of, rank_of, following, other, first):
-                        first = other
-                    equal = u32(equal & u32(equal - u32(1)))
+            mine = u32(group | u32(lane << u32(5)))
+            cost = u32(costs[mine])
+            lowest = warp_min_u32(cost)
+            first = warp_min_u32(mine if cost == lowest else u32(FULL))
+            tied = u32(cuda.ballot_sync(FULL, cost == lowest))
+            if lowest < u32(NONE) and u32(tied & u32(tied - u32(1))) != u32(0):
+                first = _first_of(nodes_at, links, tied, mine)
             if lane == group:
-                best, best_slot = highest, first
+                best, best_slot = lowest, first
             elif lane == u32(n & u32(31)):
-                if child > best:
+                if child < best:
                     best, best_slot = child, n
-                elif child == best and child != u32(0):
-                    if _before(parent_of, depth_of, rank_of, following, n, best_slot):
+                elif child == best and child < u32(NONE):
+                    if _before(nodes_at, links, n, best_slot):
                         best_slot = n
             n = u32(n + u32(1))
         if lane == u32(0):
@@ -234,10 +246,10 @@ def _tree_build(
         if i < count:
             mine = root_tokens[request]
             if i > u32(0):
-                depth = u32(depth_of[i])
-                parent = i32(parent_of[i])
-                last = u32(depth - u32(1))
-                mine = token[u32(u32(last * k) + u32(u32(rank_of[i]) - u32(1)))]
+                place = u32(links[i] & u32(LOW))
+                depth = u32(u32(place // stride) + u32(1))
+                parent = i32(links[i] >> u32(16))
+                mine = token[u32(u32(u32(place // stride) * k) + u32(place % stride))]
         tree_tokens[out] = mine
         parents[out] = parent
         depths[out] = i32(depth)
@@ -249,7 +261,7 @@ def _tree_build(
             bits = u32(0)
             while node >= i32(w * u32(32)):
                 bits = u32(bits | u32(u32(1) << u32(u32(node) & u32(31))))
-                node = i32(parent_of[u32(node)]) if node > i32(0) and i < count else i32(-1)
+                node = i32(links[u32(node)] >> u32(16)) if node > i32(0) and i < count else i32(-1)
             row[w] = bits
         i = u32(i + u32(THREADS))
 
