@@ -11,6 +11,10 @@ blocks to fill the GPU, `parts(n, k)` ranges of K go to separate blocks and stay
 y [parts, m, n] fp32: the kernel that reads y adds them in ascending order. All of this follows from
 (n, k); a token is one column of an mma, so its bits depend on no other token and not on its index.
 y is rounded once, at the store.
+
+`_gemm_resident` has the same sums for many tokens and a short K: the one stage or four of a head's
+absorbed products. All weights of a block are in flight before the previous kernel is done, in so
+little shared memory that the blocks of two kernels fit an SM, and y leaves 16 bytes at a time.
 """
 
 import numpy as np
@@ -40,15 +44,19 @@ from engine.ptx import (
     ldmatrix_x4,
     load_shared_v4,
     mma_bf16_tiles,
+    pack_bf16x2,
     pdl_launch_dependents,
     pdl_wait,
     shared_address,
     store_global_u16,
     store_global_u32,
+    store_global_v4,
+    store_shared_u32,
     store_shared_v2,
     zeros_f32,
 )
 from engine.ptx import bits_to_f32 as as_f32
+from engine.warp import FULL
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -56,6 +64,20 @@ STAGE_K = 128  # 256 bytes of a row: 16 chunks of 16 bytes
 ROW_BYTES = 2 * STAGE_K
 TOKENS = (8, 16, 32, 64)
 SMS = 132  # what `parts` aims at; a constant, so that bits do not follow the GPU
+
+
+def _copier(count: int):
+    """Makes a device function that starts 16-byte copies of rows `row`, `row` + 16, .."""
+
+    @function
+    def copy(place, source, step, row, row_end, inside):
+        for i in static_range(count):
+            taken = u32(16) if inside and u32(row + u32(16 * i)) < row_end else u32(0)
+            cp_async_16_zfill(
+                u32(place + u32(16 * i * ROW_BYTES)), u64(source + u64(step * u64(i))), taken
+            )
+
+    return copy
 
 
 @family(
@@ -82,6 +104,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
 
     def fetcher(first: int, count: int):
         """Makes a device function that starts the copies of one stage's w or x."""
+        copy = _copier(count)
 
         @function
         def fetch(source, row, row_end, step, into, column, column_end, stage, stages):
@@ -89,13 +112,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
                 place = u32(into + u32(u32(stage % u32(ring)) * u32(STAGE_BYTES)))
                 inside = u32(column + u32(stage * u32(STAGE_K))) < column_end
                 skip = u64(u64(stage) * u64(ROW_BYTES))
-                for i in static_range(count):
-                    taken = u32(16) if inside and u32(row + u32(16 * i)) < row_end else u32(0)
-                    cp_async_16_zfill(
-                        u32(place + u32(first + 16 * i * ROW_BYTES)),
-                        u64(source + u64(step * u64(i)) + skip),
-                        taken,
-                    )
+                copy(u32(place + u32(first)), u64(source + skip), step, row, row_end, inside)
 
         return fetch
 
@@ -250,6 +267,236 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
     return gemm_bf16
 
 
+@function
+def _added(first, second, third, fourth, i):
+    """The groups' sums of token i of four, in ascending order."""
+    total = f32(as_f32(first[i]) + as_f32(second[i]))
+    return f32(f32(total + as_f32(third[i])) + as_f32(fourth[i]))
+
+
+@function
+def _two_rows(even, odd, row, lanes):
+    """Results of one token in bf16, of row `row` and of its neighbour, which the lane `lanes`
+    further or nearer has. even, odd: this row's, of two tokens. An even row keeps the first."""
+    mine = even if row & u32(1) == u32(0) else odd
+    other = cuda.shfl_xor_sync(FULL, odd if row & u32(1) == u32(0) else even, lanes)
+    if row & u32(1) == u32(0):
+        two = pack_bf16x2(mine, other)
+    else:
+        two = pack_bf16x2(other, mine)
+    return two
+
+
+@function
+def _packed_at(packed, pitch, row, token):
+    """Where `_two_rows` of tokens `token` and token + 1 goes."""
+    token = u32(token + u32(row & u32(1)))
+    return u32(packed + u32(u32(token * u32(pitch)) + u32(u32(row & u32(0xFFFFFFFE)) * u32(2))))
+
+
+@family(
+    {"stages": 1, "rows": 64, "tiles": 4, "x_ring": 1},
+    {"stages": 1, "rows": 64, "tiles": 2, "x_ring": 1},
+    {"stages": 4, "rows": 64, "tiles": 1, "x_ring": 3},
+    {"stages": 4, "rows": 64, "tiles": 1, "x_ring": 4},
+    {"stages": 4, "rows": 32, "tiles": 1, "x_ring": 4},
+)
+def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
+    """A block: `tiles` times `rows` rows of w, 64 tokens, all of K; x in a ring of stages."""
+    TOKENS_A_BLOCK = 64
+    GROUPS = 1 if stages == 1 else 4  # of warps along K, as in _gemm_bf16
+    ALONG_TOKENS = 4 if stages == 1 else 1
+    ALONG_ROWS = WARPS // GROUPS // ALONG_TOKENS
+    ROW_TILES = rows // (16 * ALONG_ROWS)
+    TOKEN_TILES = TOKENS_A_BLOCK // (8 * ALONG_TOKENS)
+    W_STAGE, X_STAGE = rows * ROW_BYTES, TOKENS_A_BLOCK * ROW_BYTES
+    X_AT = tiles * stages * W_STAGE
+    PITCH = TOKENS_A_BLOCK + 8  # words; 8 mod 32 keeps the stores apart
+    PLANE = rows * PITCH
+    PACKED_PITCH = 2 * (rows + 8)  # bytes of a token's results; 4 words mod 32
+    PACKED_AT = 4 * GROUPS * PLANE if GROUPS == 4 else 0
+    SHARED = max(X_AT + x_ring * X_STAGE, PACKED_AT + TOKENS_A_BLOCK * PACKED_PITCH)
+    zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
+    multiply = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
+    copy_w, copy_x = _copier(rows // 16), _copier(TOKENS_A_BLOCK // 16)
+    wait_for_stage = cp_async_wait(x_ring - 1)
+
+    @kernel(
+        threads=THREADS,
+        blocks_per_sm=2 if SHARED <= 112 * 1024 else 1,
+        registers=255,
+        dynamic_shared=SHARED,
+        dependent_launch=True,
+        sass=("HMMA", "LDSM", "LDGSTS"),
+    )
+    def gemm_resident(
+        x: ptr[u16],  # [m, batch, x_width]
+        w: ptr[u16],  # [batch, n, k]
+        m: u32,
+        n: u32,  # a multiple of 8
+        k: u32,
+        batch: u32,
+        x_width: u32,
+        y_width: u32,  # a multiple of 8
+        y: ptr[u16],  # [m, batch, y_width], out
+    ):
+        shared = shared_address(cuda.shared.array(0, u8), u32(0))
+        thread = u32(cuda.threadIdx.x)
+        lane = u32(thread & u32(31))
+        group = u32(u32(thread >> u32(5)) % u32(GROUPS))
+        place = u32(u32(thread >> u32(5)) // u32(GROUPS))
+        warp_row = u32(u32(place % u32(ALONG_ROWS)) * u32(16 * ROW_TILES))
+        warp_token = u32(u32(place // u32(ALONG_ROWS)) * u32(8 * TOKEN_TILES))
+        first_token = u32(u32(cuda.blockIdx.x) * u32(TOKENS_A_BLOCK))
+        first_row = u32(u32(cuda.blockIdx.y) * u32(rows * tiles))
+        member = u32(cuda.blockIdx.z)
+
+        # Copies: a thread fetches chunk `chunk` of rows copy_row, copy_row + 16, ...
+        chunk = u32(thread & u32(15))
+        copy_row = u32(thread >> u32(4))
+        k_copy = u32(chunk * u32(8))
+        w_row = u32(first_row + copy_row)
+        w_from = address(w, u64(u64(u64(member * n) + u64(w_row)) * u64(k)) + u64(k_copy))
+        w_step = u64(u64(k) * u64(32))  # bytes of 16 rows
+        x_row = u32(first_token + copy_row)
+        x_step = u64(u64(batch) * u64(x_width) * u64(32))
+        x_from = address(
+            x,
+            u64(u64(u64(x_row) * u64(batch) + u64(member)) * u64(x_width)) + u64(k_copy),
+        )
+        into = u32(u32(chunk ^ u32(copy_row & u32(7))) * u32(16))
+        into = u32(shared + u32(into + u32(copy_row * u32(ROW_BYTES))))
+
+        # Fragments: lanes 0..15 address the rows of A, lanes 16..31 the same rows 8 columns on.
+        a_row = u32(warp_row + u32(lane & u32(15)))
+        a_chunk = u32(u32(group * u32(4)) + u32(lane >> u32(4)))
+        a_swizzle = u32(a_row & u32(7))
+        a_from = u32(shared + u32(a_row * u32(ROW_BYTES)))
+        b_row = u32(warp_token + u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) * u32(8))))
+        b_chunk = u32(u32(group * u32(4)) + u32(u32(lane >> u32(3)) & u32(1)))
+        b_swizzle = u32(b_row & u32(7))
+        b_from = u32(shared + u32(b_row * u32(ROW_BYTES)) + u32(X_AT))
+
+        pdl_launch_dependents()
+        for tile in static_range(tiles):
+            tile_from = u64(w_from + u64(w_step * u64(tile * rows // 16)))
+            for stage in static_range(stages):
+                copy_w(
+                    u32(into + u32((tile * stages + stage) * W_STAGE)),
+                    u64(tile_from + u64(stage * ROW_BYTES)),
+                    w_step,
+                    u32(w_row + u32(tile * rows)),
+                    n,
+                    u32(k_copy + u32(stage * STAGE_K)) < k,
+                )
+        cp_async_commit()
+        pdl_wait()
+        for stage in static_range(x_ring):
+            copy_x(
+                u32(into + u32(X_AT + stage * X_STAGE)),
+                u64(x_from + u64(stage * ROW_BYTES)),
+                x_step,
+                x_row,
+                m,
+                u32(k_copy + u32(stage * STAGE_K)) < k,
+            )
+            cp_async_commit()
+
+        for tile in static_range(tiles):
+            sums = zeros()
+            for stage in static_range(stages):
+                if tile == 0:
+                    wait_for_stage()
+                    cuda.syncthreads()
+                a_at = u32(a_from + u32((tile * stages + stage) * W_STAGE))
+                b_at = u32(b_from + u32(stage % x_ring * X_STAGE))
+                for step in static_range(8 // GROUPS):  # 16 columns each
+                    at = u32(u32(u32(a_chunk + u32(2 * step)) ^ a_swizzle) * u32(16))
+                    a = ldmatrix_x4(u32(a_at + at))
+                    for i in static_range(1, ROW_TILES):
+                        a = a + ldmatrix_x4(u32(a_at + at + u32(16 * i * ROW_BYTES)))
+                    at = u32(u32(u32(b_chunk + u32(2 * step)) ^ b_swizzle) * u32(16))
+                    b = ldmatrix_x4(u32(b_at + at))
+                    for i in static_range(1, TOKEN_TILES // 2):
+                        b = b + ldmatrix_x4(u32(b_at + at + u32(16 * i * ROW_BYTES)))
+                    sums = multiply(sums, a, b)
+                if stage + x_ring < stages:
+                    cuda.syncthreads()  # the stage is used up
+                    copy_x(
+                        u32(into + u32(X_AT + stage * X_STAGE)),
+                        u64(x_from + u64((stage + x_ring) * ROW_BYTES)),
+                        x_step,
+                        x_row,
+                        m,
+                        u32(k_copy + u32((stage + x_ring) * STAGE_K)) < k,
+                    )
+                if tile == 0:
+                    cp_async_commit()  # one a stage, so that the waits are alike
+            cuda.syncthreads()  # the weights of this tile are used up: its results take their place
+            packed = u32(shared + u32(tile * W_STAGE + PACKED_AT))
+            row = u32(warp_row + u32(lane >> u32(2)))
+            column = u32(warp_token + u32(u32(lane & u32(3)) * u32(2)))
+            if GROUPS == 1:
+                place = _packed_at(packed, PACKED_PITCH, row, column)
+                for i in static_range(ROW_TILES):
+                    for j in static_range(TOKEN_TILES):
+                        for low in static_range(2):
+                            at = 4 * (i * TOKEN_TILES + j) + 2 * low
+                            store_shared_u32(
+                                u32(place + u32(8 * j * PACKED_PITCH + 2 * (16 * i + 8 * low))),
+                                _two_rows(sums[at], sums[at + 1], row, 4),
+                            )
+            else:  # the groups of K meet, [group][row][token]
+                place = u32(u32(u32(group * u32(PLANE)) + u32(row * u32(PITCH))) + column)
+                place = u32(shared + u32(place * u32(4)))
+                for i in static_range(ROW_TILES):
+                    for j in static_range(TOKEN_TILES):
+                        for low in static_range(2):
+                            store_shared_v2(
+                                u32(place + u32(4 * ((16 * i + 8 * low) * PITCH + 8 * j))),
+                                f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low]),
+                                f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low + 1]),
+                            )
+                cuda.syncthreads()
+                for turn in static_range(rows * TOKENS_A_BLOCK // 4 // THREADS):
+                    quad = u32(thread + u32(turn * THREADS))  # one row of w, four tokens
+                    row = u32(quad % u32(rows))
+                    token = u32(u32(quad // u32(rows)) * u32(4))
+                    place = u32(shared + u32(u32(u32(row * u32(PITCH)) + token) * u32(4)))
+                    first = load_shared_v4(place)
+                    second = load_shared_v4(u32(place + u32(4 * PLANE)))
+                    third = load_shared_v4(u32(place + u32(8 * PLANE)))
+                    fourth = load_shared_v4(u32(place + u32(12 * PLANE)))
+                    place = _packed_at(packed, PACKED_PITCH, row, token)
+                    for i in static_range(2):
+                        even = _added(first, second, third, fourth, 2 * i)
+                        odd = _added(first, second, third, fourth, 2 * i + 1)
+                        store_shared_u32(
+                            u32(place + u32(2 * i * PACKED_PITCH)), _two_rows(even, odd, row, 1)
+                        )
+            cuda.syncthreads()
+            for turn in static_range(rows * TOKENS_A_BLOCK // 8 // THREADS):
+                unit = u32(thread + u32(turn * THREADS))  # eight rows of w, one token
+                row = u32(u32(unit % u32(rows // 8)) * u32(8))
+                token = u32(unit // u32(rows // 8))
+                place = u32(u32(token * u32(PACKED_PITCH)) + u32(row * u32(2)))
+                v = load_shared_v4(u32(packed + place))
+                row = u32(first_row + u32(tile * rows) + row)
+                token = u32(first_token + token)
+                if row < n and token < m:
+                    at = u64(u64(u64(token) * u64(batch) + u64(member)) * u64(y_width) + u64(row))
+                    store_global_v4(address(y, at), v[0], v[1], v[2], v[3])
+
+    return gemm_resident
+
+
+# How `_gemm_resident` cuts w by the number of stages of K.
+RESIDENT = {
+    1: {"rows": 64, "tiles": 4, "x_ring": 1},
+    4: {"rows": 64, "tiles": 1, "x_ring": 3},
+}
+
+
 def parts(n: int, k: int) -> int:
     """Ranges of K to sum in separate blocks so that weights [n, k] keep every SM busy: about two
     blocks an SM, none with fewer than eight stages."""
@@ -318,6 +565,14 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
             f"gemm_bf16: k {k} must be a multiple of 16 and the width of x {x_width} of 8"
         )
     stages = cdiv(cdiv(k, STAGE_K), count)
+    whole_units = y.dtype != np.float32 and n % 8 == 0 and y_width % 8 == 0
+    if m > 32 and count == 1 and stages in RESIDENT and whole_units:
+        cut = RESIDENT[stages]
+        _gemm_resident(stages=stages, **cut).launch(
+            (cdiv(m, 64), cdiv(n, cut["rows"] * cut["tiles"]), batch),
+            x, w, m, n, k, batch, x_width, y_width, y, stream=stream,
+        )  # fmt: skip
+        return
     tile = _tile(n, m, batch * count, stages)
     _gemm_bf16(**tile).launch(
         (cdiv(m, tile["tokens"]), cdiv(n, tile["rows"]), batch * count),
