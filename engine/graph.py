@@ -109,8 +109,11 @@ class Staged:
     def _queue(self, stream: Any, *, captured: bool) -> None:
         self._record(0, stream, captured)
         for i, launches in enumerate(self.stages.values()):
-            for launch in launches:
-                launch.call(stream=stream)
+            if captured:
+                capture(launches, stream)
+            else:
+                for launch in launches:
+                    launch.call(stream=stream)
             self._record(i + 1, stream, captured)
 
     def _record(self, event: int, stream: Any, captured: bool) -> None:
@@ -120,6 +123,21 @@ class Staged:
         flags = driver.CUevent_record_flags
         flag = flags.CU_EVENT_RECORD_EXTERNAL if captured else flags.CU_EVENT_RECORD_DEFAULT
         _sound(driver.cuEventRecordWithFlags(self._events[event].handle, _raw(stream), flag))
+
+
+def capture(launches: Sequence[Launch], builder: Any) -> None:
+    """Add launches to a graph that is being built: those `beside` on a branch of their own."""
+    side = None
+    for launch in launches:
+        if launch.beside:
+            if side is None:
+                _, side = builder.split(2)
+            launch.call(stream=side)
+            continue
+        if launch.joins and side is not None:
+            type(builder).join(builder, side)
+            side = None
+        launch.call(stream=builder)
 
 
 def _raw(stream: Any) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from engine import layers
 from engine.cache import LatentCache
 from engine.device import SIMULATED, cdiv, copy_to_device, to_device, to_host
+from engine.graph import capture
 from engine.kernels.argmax import CHUNKS, argmax
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
@@ -107,8 +108,7 @@ class Plan:
 
         builder = Device().create_graph_builder()
         builder.begin_building()
-        for launch in self.launches:
-            launch.call(stream=builder)
+        capture(self.launches, builder)
         return builder.end_building().complete()
 
     def check(self) -> None:
