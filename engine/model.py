@@ -4,10 +4,11 @@
     model.forward([Tree(tokens, parents)])    # a window of request 0, behind its prefix
     model.advance(0, 3)                       # its first three nodes are prefix from now on
 
-A window is a tree of nodes of any size; a prompt is a tree without branches. For each pair (rows,
-requests) there is one launch list, `model.plan(rows, requests).launches`, which is the whole
-forward pass in order. On a GPU it is captured into a CUDA graph when it is first used. Whatever
-changes from pass to pass lies in device memory, so that the graph is replayed as it is.
+A window is a tree of nodes of any size; a prompt is a tree without branches. For each (rows,
+requests, words of an ancestor row) there is one launch list, `model.plan(rows, requests).launches`,
+which is the whole forward pass in order. On a GPU it is captured into a CUDA graph when it is first
+used. Whatever changes from pass to pass lies in device memory, so that the graph is replayed as it
+is.
 """
 
 from collections.abc import Mapping, Sequence

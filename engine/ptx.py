@@ -5,8 +5,11 @@ the simulator branch does in Python what the PTX ISA says that statement does. b
 their 16 bits in a u32. Addresses (`address`, `shared_address`) are integers on the GPU and objects
 in the simulator; adding bytes to one works in both.
 
-Source of the semantics: PTX ISA 9.0, sections "mma.m16n8k16", "ldmatrix", "cp.async", "cvt",
-"prmt", "lop3", "griddepcontrol".
+Source of the semantics: PTX ISA 9.0, sections "mma.m16n8k16", "ldmatrix", "wgmma", "cp.async",
+"cp.async.bulk", "mbarrier", "redux.sync", "cvt", "ex2", "prmt", "lop3", "griddepcontrol". Not alike
+to the bit: ex2.approx is within 2 ulp, the simulator's exp2 is correctly rounded as good as always;
+a tensor core adds sixteen products in an order and width of its own, the simulator exactly and with
+one rounding.
 """
 
 import math

@@ -4,9 +4,10 @@ expert(h) = W_down act(silu(W_gate h) * (W_up h)), W = RN_bf16(q s), fp32 accumu
 Four launches, sized by shapes alone, so that a CUDA graph can hold them:
 
 1. route_share: slots (row, choice) grouped by expert into blocks, activations permuted;
-2. gate_up: a block of slots times 16 rows of gate and the same 16 of up; SwiGLU on the fp32 sums,
-   rounded once to bf16, stored in the order that the next GEMM reads;
-3. down: a block of slots times 32 rows; fp32, one row a slot;
+2. gate_up: a block of slots times 16 rows of gate and the same 16 of up (8 and 8 where there is one
+   row of x); SwiGLU on the fp32 sums, rounded once to bf16, stored in the order that the next GEMM
+   reads;
+3. down: a block of slots times 32 rows (16 where there is one row of x); fp32, one row a slot;
 4. moe_combine: the weighted sum in the order of the choices.
 
 Blocks beyond the last that is used end at once. engine/int4.py has the inner loop and the order of
@@ -118,6 +119,8 @@ def _gate_up(*, k: int, columns: int, tiles: int):
         g = u32(lane >> u32(2))
         t = u32(lane & u32(3))
         block = u32(cuda.blockIdx.y)
+        # In this order: `down` reads the blocks before its own wait, so it must not begin until
+        # route_share, which makes them, is done.
         pdl_wait()
         pdl_launch_dependents()
         expert = i32(block_expert[block])
@@ -199,7 +202,8 @@ def _down(*, k: int, columns: int, tiles: int):
         g = u32(lane >> u32(2))
         t = u32(lane & u32(3))
         block = u32(cuda.blockIdx.y)
-        # The blocks were there before the previous kernel began: weights are fetched while it ends.
+        # Blocks are read before the wait (in multiply): gate_up lets this kernel begin only after
+        # route_share is done. So weights are fetched while gate_up ends.
         expert = i32(block_expert[block])
         if expert >= i32(0):
             first_row = u32(u32(cuda.blockIdx.x) * u32(16 * tiles))

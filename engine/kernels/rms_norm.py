@@ -74,6 +74,7 @@ def rms_norm(x, weight, *, eps: float, y, stream=None) -> None:
     """x [tokens, hidden] bf16 or fp32; weight [hidden], y [tokens, hidden] both bf16 or both fp32.
 
     bf16 x with fp32 y is refused (NotImplementedError): no layer of the engine needs it.
+    Offsets are 32-bit: tokens * hidden must be below 2^32, which is not checked.
     """
     dims = check(
         "rms_norm",

@@ -312,6 +312,8 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         v_swizzle = u32(u32(u32(v_tile & u32(7)) + u32(lane >> u32(4))) ^ u32(v_row & u32(7)))
         v_swizzle = u32(v_swizzle << u32(4))
         v_from = u32(u32(u32(v_tile >> u32(3)) * u32(K_CHUNK)) + u32(v_row * u32(CHUNK_BYTES)))
+        # Sums: a lane has two columns, `pair` and the next, of heads low_row and low_row + 8; what
+        # is called low_ belongs to the first head, high_ to the second.
         low_row = u32(u32(row_warp * u32(16)) + u32(lane >> u32(2)))
         pair = u32(u32(lane & u32(3)) << u32(1))
         key_of_pair = u32(u32(column_warp * u32(TILE // COLUMN_WARPS)) + pair)

@@ -613,9 +613,10 @@ def _permute(
     x: ptr[u16],  # [rows, 32 groups] bf16
     rows: u32,
     groups: u32,
-    chunks: u32,  # of x_permuted
-    x_permuted: ptr[u16],  # out
+    chunks: u32,  # of 8 columns, of all of x_permuted
+    x_permuted: ptr[u16],  # [rows up to a tile, 32 groups up to 128], out
 ):
+    """x in the order of engine/int4.py, zeros where it has nothing."""
     pdl_wait()
     pdl_launch_dependents()
     chunk = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
@@ -624,7 +625,8 @@ def _permute(
 
 
 def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
-    """y = x W^T with W = RN_bf16(q s). For few rows: W is read once for every 16 of x.
+    """y = x W^T with W = RN_bf16(q s). For few rows: W is read once for every 16 of x, so 64 rows
+    read it four times; `w4a16_gemm_many` reads it once for 64, and wants scratch.
 
     x [m, k] bf16; qw [n, k/8] int32 and sc [n, k/32] bf16 as in a pack-quantized checkpoint, with
     scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. n and k are multiples of 32,
