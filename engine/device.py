@@ -110,7 +110,6 @@ class Kernel:
         registers: int = 255,
         dynamic_shared: int = 0,
         dependent_launch: bool = False,
-        fastmath: bool = False,
         sass: Sequence[str] = (),
         archs: Sequence[str] | None = None,
     ):
@@ -118,7 +117,7 @@ class Kernel:
         self.file = Path(inspect.getfile(fn))
         self.threads, self.blocks_per_sm = threads, blocks_per_sm
         self.registers, self.dynamic_shared = registers, dynamic_shared
-        self.dependent_launch, self.fastmath = dependent_launch, fastmath
+        self.dependent_launch = dependent_launch
         self.sass, self.archs = tuple(sass), archs
         self.parameters = [
             (p.name, p.annotation) for p in inspect.signature(fn).parameters.values()
@@ -235,6 +234,7 @@ class Kernel:
         parts += [f"{p}={version(p).rpartition('.')[0]}" for p in ("numba", "numpy")]
         parts += [self._signature_text(), *_with_imports(self.file)]
         parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
+        parts += [p.read_text() for p in sorted((engine / "ptx").glob("*.py"))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def _signature_text(self) -> str:
@@ -242,7 +242,7 @@ class Kernel:
 
     def _options(self) -> dict[str, Any]:
         bounds = (self.threads, self.blocks_per_sm) if self.blocks_per_sm else self.threads
-        return {"launch_bounds": bounds, "fastmath": self.fastmath, "lto": True}
+        return {"launch_bounds": bounds, "lto": True}
 
     def _compile(self, arch: str) -> tuple[bytes, str]:
         from numba.cuda.dispatcher import _Kernel
@@ -259,8 +259,8 @@ class Kernel:
             return bytes(library.get_cubin(cc=cc).code), library._entry_name
 
 
-# The files besides a kernel's own that end up in machine code.
-_CODE_FILES = {"activation.py", "device.py", "int4.py", "ptx.py", "unroll.py", "warp.py"}
+# The files besides a kernel's own and engine/ptx that end up in machine code.
+_CODE_FILES = {"activation.py", "device.py", "int4.py", "unroll.py", "warp.py"}
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:

@@ -33,8 +33,7 @@ from engine.ptx import (
     prmt,
     store_global_v4,
     store_shared_v4,
-    zeros_f32,
-    zeros_u32,
+    zeros,
 )
 
 GROUP = 32  # weights that share a scale
@@ -119,8 +118,8 @@ def multiply_rows(
     LANE_STEP, LOAD_STEP = (64, 16) if plain else (16, 64)  # bytes of x between lanes, loads
     COLUMN_STEP = 8 * 2 * (k if plain else padded(k))  # bytes between tokens 8 apart
     load_words, load_scales = load_rows(ROWS, 8 * k // 2), load_rows_u16(ROWS, 8 * k // 16)
-    no_words, no_scales = zeros_u32(4 * ROWS), zeros_u32(ROWS)
-    no_sums = zeros_f32(4 * tiles * columns)
+    no_words, no_scales = zeros(u32, 4 * ROWS), zeros(u32, ROWS)
+    no_sums = zeros(f32, 4 * tiles * columns)
     factors_of, multiply = int4_factors(2 * tiles), mma_int4(tiles, columns, plain)
 
     @function

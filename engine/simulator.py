@@ -10,7 +10,7 @@ CUDA thread is a greenlet that runs until it blocks, so that
 * warp collectives (shfl, ballot, any, all, syncwarp, mma, ldmatrix) exist, and lanes that diverge
   around one are an error;
 * shared and local memory start as NaN or 0xCD, never as a lucky zero;
-* cp.async (engine/ptx.py) lands only when its issuing thread waits for it.
+* cp.async (engine/ptx/copies.py) lands only when its issuing thread waits for it.
 
 Importing this module patches the simulator once. It models neither memory order between blocks nor
 the promotion of int32 and float32 to 64 bits: the compile gate looks for the latter.

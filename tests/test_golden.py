@@ -485,7 +485,7 @@ def test_a_kernel_in_a_folder_without_init_counts_with_all_that_it_imports():
     loaded = spec.load(root / "specs" / "model_paths.toml")
     assert loaded.kernel.startswith("tests.strict.")
     names = {str(p.relative_to(root)) for p in sources.files(loaded)}
-    assert {"tests/strict/model_paths.py", "engine/model.py", "engine/ptx.py"} <= names
+    assert {"tests/strict/model_paths.py", "engine/model.py", "engine/ptx/mma.py"} <= names
 
 
 def test_what_is_not_imported_does_not_count(project):

@@ -56,7 +56,7 @@ from engine.ptx import (
     scale_rows,
     shared_address,
     store_global_v2,
-    zeros_f32,
+    zeros,
 )
 
 TILE = 32  # keys
@@ -90,7 +90,7 @@ def _draft_attention(*, size: int, warps: int):
     COPIES = TILE * UNITS // THREADS  # 16-byte copies a thread, of keys and of values
     VALUE_TILES = size // 8
     STEPS = size // 16
-    zero_scores, zero_sums = zeros_f32(4 * KEY_TILES), zeros_f32(4 * VALUE_TILES)
+    zero_scores, zero_sums = zeros(f32, 4 * KEY_TILES), zeros(f32, 4 * VALUE_TILES)
     score = mma_bf16_tiles(1, KEY_TILES)
     mix = mma_bf16_slice(VALUE_TILES, 2)
     rescale = scale_rows(VALUE_TILES)

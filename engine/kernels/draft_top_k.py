@@ -70,7 +70,7 @@ CANDIDATES = 2048
 KEPT = 1184  # most that are ranked: K, an eighth more, and zeros up to whole turns
 
 BAD_LOGIT, NO_TOKEN = 1, 2
-KEY_OF_MINUS_INFINITY, KEY_OF_INFINITY = 0x007FFFFF, 0xFF800000
+KEY_OF_MINUS_INFINITY = 0x007FFFFF
 SIGN = 0x80000000
 
 # e^d = 2^(d log2 e); 2^f on [-1/2, 1/2] to 2e-9, fitted with the constant term 1.
@@ -237,7 +237,7 @@ def _scan(*, bf16: bool):
             out[u32(u32(chunks * u32(HEADER)) + u32(group + lane))] = mine
         if lane == u32(0):
             warp_top[warp] = top
-        any_bad = cuda.syncthreads_or(i32(1) if bad else i32(0))
+        any_bad = cuda.syncthreads_or(i32(BAD_LOGIT) if bad else i32(0))
         for w in static_range(SCAN_WARPS):
             top = max(top, u32(warp_top[u32(w)]))
         highest = _value(top)
@@ -328,7 +328,7 @@ def _select(*, bf16: bool):
             total = _warp_sum_u64(total)
             if lane == u32(0):
                 if top <= u32(KEY_OF_MINUS_INFINITY):
-                    bad = u32(bad | u32(2))
+                    bad = u32(bad | u32(NO_TOKEN))
                 shared_top[0] = top
                 shared_top[1] = bad
                 for i in static_range(3):
@@ -340,7 +340,7 @@ def _select(*, bf16: bool):
         top = u32(shared_top[0])
         bad = u32(shared_top[1])
         if thread == u32(0):
-            status[row] = i32(bad & u32(1)) if bad & u32(1) else i32(bad)
+            status[row] = i32(BAD_LOGIT) if bad & u32(BAD_LOGIT) else i32(bad)
         if bad != u32(0):
             i = thread
             while i < k:

@@ -53,7 +53,7 @@ from engine.ptx import (
     store_global_v4,
     store_shared_u32,
     store_shared_v2,
-    zeros_f32,
+    zeros,
 )
 from engine.ptx import bits_to_f32 as as_f32
 from engine.warp import FULL
@@ -98,7 +98,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
     PLANE = rows * PITCH  # the sums of one group of K
     QUADS = rows * tokens // 4
     SHARED = max((ring if groups == 4 else 1) * STAGE_BYTES, 4 * groups * PLANE)
-    zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
+    no_sums = zeros(f32, 4 * ROW_TILES * TOKEN_TILES)
     mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     wait_for_stage, wait_for_all = cp_async_wait(ring - 2), cp_async_wait(0)
 
@@ -181,7 +181,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
             b_chunk = u32(u32(group * u32(4)) + u32(u32(lane >> u32(3)) & u32(1)))
         b_swizzle = u32(b_row & u32(7))
 
-        sums = zeros()
+        sums = no_sums()
         pdl_launch_dependents()
         # Weights of the first stages are on their way before the previous kernel is done with x.
         for stage in static_range(ring - 1):
@@ -316,7 +316,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
     PACKED_PITCH = 2 * (rows + 8)  # bytes of a token's results; 4 words mod 32
     PACKED_AT = 4 * GROUPS * PLANE if GROUPS == 4 else 0
     SHARED = max(X_AT + x_ring * X_STAGE, PACKED_AT + TOKENS_A_BLOCK * PACKED_PITCH)
-    zeros = zeros_f32(4 * ROW_TILES * TOKEN_TILES)
+    no_sums = zeros(f32, 4 * ROW_TILES * TOKEN_TILES)
     multiply = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     copy_w, copy_x = _copier(rows // 16), _copier(TOKENS_A_BLOCK // 16)
     wait_for_stage = cp_async_wait(x_ring - 1)
@@ -403,7 +403,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
             cp_async_commit()
 
         for tile in static_range(tiles):
-            sums = zeros()
+            sums = no_sums()
             for stage in static_range(stages):
                 if tile == 0:
                     wait_for_stage()

@@ -6,13 +6,13 @@ memory: FP32 models are there to be exact, and small.
 """
 
 from engine.device import cdiv, check, cuda, f32, function, kernel, ptr, static_range, u32, u64
-from engine.ptx import address, fma_dot4, load_global_v4, pdl_launch_dependents, pdl_wait, zeros_f32
+from engine.ptx import address, fma_dot4, load_global_v4, pdl_launch_dependents, pdl_wait, zeros
 
 TILE = 4  # tokens, and rows of w, of a thread
 THREADS = 32
 STAGE_K = 128  # parts are whole multiples of this, as in gemm_bf16
 
-_zeros, _dot4 = zeros_f32(TILE * TILE), fma_dot4(TILE, TILE)
+_no_sums, _dot4 = zeros(f32, TILE * TILE), fma_dot4(TILE, TILE)
 
 
 @function
@@ -61,7 +61,7 @@ def _gemm_f32(
         x_rows = _four(x_base, first_token, m, u64(u64(4) * u64(batch) * u64(x_width)))
         w_base = address(w, u64(u64(member) * u64(u64(n) * u64(k))))
         w_rows = _four(w_base, first_row, n, u64(u64(4) * u64(k)))
-        sums = _zeros()
+        sums = _no_sums()
         while column < last:
             skip = u64(u64(column) * u64(4))
             sums = _dot4(sums, _sixteen(x_rows, skip), _sixteen(w_rows, skip))

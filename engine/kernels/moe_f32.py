@@ -18,7 +18,7 @@ from engine.ptx import (
     load_global_v4,
     pdl_launch_dependents,
     pdl_wait,
-    zeros_f32,
+    zeros,
 )
 from engine.warp import warp_sum
 
@@ -29,7 +29,7 @@ WIDTH = 8  # slots of a block
 @family({"swiglu": True}, {"swiglu": False})
 def _moe_f32(*, swiglu: bool):
     ROWS = 2 if swiglu else 1  # of the weights, a warp
-    multiply_add, no_sums = fma_dot4(ROWS, WIDTH), zeros_f32(ROWS * WIDTH)
+    multiply_add, no_sums = fma_dot4(ROWS, WIDTH), zeros(f32, ROWS * WIDTH)
 
     @kernel(threads=32 * WARPS, registers=128, dependent_launch=True)
     def moe_f32(

@@ -66,7 +66,7 @@ from engine.ptx import (
     store_global_v4,
     store_shared_u32,
     wgmma_bf16,
-    zeros_f32,
+    zeros,
 )  # fmt: skip
 
 TILE = 64  # keys
@@ -185,7 +185,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
     PATH_AT = MAX_AT + COLUMN_WARPS * heads_tile * 4
     SHARED = PATH_AT + MAX_NODES * 4
     STEP = 4 if VALUE_TILES == 4 else 2  # value tiles of one product
-    zero_scores, zero_sums = zeros_f32(4 * KEY_TILES), zeros_f32(4 * VALUE_TILES)
+    zero_scores, zero_sums = zeros(f32, 4 * KEY_TILES), zeros(f32, 4 * VALUE_TILES)
     score = mma_bf16_tiles(1, KEY_TILES)
     mix = mma_bf16_slice(VALUE_TILES, STEP)
     rescale = scale_rows(VALUE_TILES)

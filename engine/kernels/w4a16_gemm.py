@@ -81,8 +81,7 @@ from engine.ptx import (
     store_global_v2,
     store_shared_u32,
     wgmma_int4,
-    zeros_f32,
-    zeros_u32,
+    zeros,
 )
 
 SLICES = 8  # of K, a warp each
@@ -203,7 +202,7 @@ def _w4a16_short(*, k: int, columns: int, groups: int):
     FRAGMENTS = 2 * columns
     PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice's sums
     SUMS_AT = 8 * columns * k * 2  # behind x
-    no_words, no_scales, no_sums = zeros_u32(16), zeros_u32(4), zeros_f32(4 * FRAGMENTS)
+    no_words, no_scales, no_sums = zeros(u32, 16), zeros(u32, 4), zeros(f32, 4 * FRAGMENTS)
     load_words, load_scales = load_rows(4, 8 * k // 2), load_rows_u16(4, 8 * k // 16)
     factors_of, multiply = int4_factors(4), mma_int4(2, columns, True)
     keep, add = keep_slice(FRAGMENTS), add_slices(SLICES, FRAGMENTS)
@@ -320,7 +319,7 @@ def _w4a16_wgmma(*, k: int, tokens: int, ranges: int):
     KEPT_AT = ranges * RING * STAGE_BYTES
     BARRIERS_AT = KEPT_AT + (2 * tokens * BLOCK_THREADS if ranges == 1 else 0)
     SHARED = max(BARRIERS_AT + ranges * RING * 16, max(PLANES, 2) * PLANE)
-    no_sums, no_words, no_scales = zeros_f32(tokens // 2), zeros_u32(8), zeros_u32(2)
+    no_sums, no_words, no_scales = zeros(f32, tokens // 2), zeros(u32, 8), zeros(u32, 2)
     load_words, load_scales = load_rows(2, 8 * k // 2), load_rows_u16(2, 8 * k // 16)
     factors_of, multiply, add = int4_factors(2), wgmma_int4(tokens), add_f32(tokens // 2)
     keep_sums = keep_slice(tokens // 8)
