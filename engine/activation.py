@@ -1,5 +1,6 @@
 """Activations: bfloat16 in INT4 and bf16 models, float32 in FP32 models; fp32 inside a kernel."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,11 @@ def store4(bf16: bool) -> Callable:
             store_global_v4(place, f32_to_bits(a), f32_to_bits(b), f32_to_bits(c), f32_to_bits(d))
 
     return store4
+
+
+@function
+def silu(gate):
+    """gate / (1 + exp(-gate)), without overflow for either sign."""
+    small = f32(math.exp(f32(-abs(gate))))  # in (0, 1]
+    top = gate if gate >= f32(0) else f32(gate * small)
+    return f32(top / f32(f32(1) + small))

@@ -260,7 +260,7 @@ class Kernel:
 
 
 # The files besides a kernel's own and engine/ptx that end up in machine code.
-_CODE_FILES = {"activation.py", "device.py", "int4.py", "unroll.py", "warp.py"}
+_CODE_FILES = {"activation.py", "device.py", "int4.py", "splits.py", "unroll.py", "warp.py"}
 
 
 def kernel(**options: Any) -> Callable[[Callable], Kernel]:

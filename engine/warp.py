@@ -1,8 +1,22 @@
-"""Reductions over a warp and over a block, in one fixed order whatever the data."""
+"""Reductions over a warp and over a block, in one fixed order whatever the data; and keys of floats
+for the reductions that know integers alone."""
 
 from engine.device import cuda, f32, function, static_range, u32
 
 FULL = 0xFFFFFFFF
+SIGN = 0x80000000
+
+
+@function
+def order_key(bits):
+    """u32 that orders as the f32 of these bits; -0 below 0."""
+    return u32(bits ^ u32(FULL)) if bits >= u32(SIGN) else u32(bits | u32(SIGN))
+
+
+@function
+def bits_of_key(key):
+    """The bits that `order_key` had."""
+    return u32(key ^ u32(SIGN)) if key >= u32(SIGN) else u32(key ^ u32(FULL))
 
 
 @function

@@ -8,7 +8,7 @@ of it is -inf; token is -1 in both cases.
 
 import math
 
-from engine.device import cdiv, check, cuda, f32, i32, kernel, ptr, static_range, u32, u64
+from engine.device import cdiv, check, cuda, f32, function, i32, kernel, ptr, static_range, u32, u64
 from engine.ptx import advance, pdl_launch_dependents, pdl_wait
 from engine.warp import FULL
 
@@ -18,6 +18,14 @@ THREADS = 128
 WARPS = THREADS // 32
 NOT_A_NUMBER, ALL_MINUS_INFINITY = 1, 2
 NOBODY = 0xFFFFFFFF
+
+
+@function
+def _wins(other, other_id, top, top_id):
+    """Does (other, other_id) come before (top, top_id)? A NaN comes before every number."""
+    tie = other == top or (other != other and top != top)
+    wins = other > top or (other != other and top == top)
+    return wins or (tie and other_id < top_id)
 
 
 @kernel(threads=THREADS, registers=40, dependent_launch=True)
@@ -50,9 +58,7 @@ def _argmax_chunks(
     for step in static_range(5):
         other = cuda.shfl_xor_sync(FULL, top, 16 >> step)
         other_id = u32(cuda.shfl_xor_sync(FULL, i32(top_id), 16 >> step))
-        tie = other == top or (other != other and top != top)
-        wins = other > top or (other != other and top == top)
-        if wins or (tie and other_id < top_id):
+        if _wins(other, other_id, top, top_id):
             top = other
             top_id = other_id
     if u32(thread & u32(31)) == u32(0):
@@ -63,9 +69,7 @@ def _argmax_chunks(
         for w in static_range(1, WARPS):
             other = warp_best[w]
             other_id = u32(warp_id[w])
-            tie = other == top or (other != other and top != top)
-            wins = other > top or (other != other and top == top)
-            if wins or (tie and other_id < top_id):
+            if _wins(other, other_id, top, top_id):
                 top = other
                 top_id = other_id
         at = u32(u32(row * u32(CHUNKS)) + u32(cuda.blockIdx.x))
@@ -93,9 +97,7 @@ def _argmax_rows(
     for step in static_range(5):
         other = cuda.shfl_xor_sync(FULL, top, 16 >> step)
         other_id = u32(cuda.shfl_xor_sync(FULL, i32(top_id), 16 >> step))
-        tie = other == top or (other != other and top != top)
-        wins = other > top or (other != other and top == top)
-        if wins or (tie and other_id < top_id):
+        if _wins(other, other_id, top, top_id):
             top = other
             top_id = other_id
     if lane == u32(0):

@@ -16,15 +16,12 @@ query and the ordered keys: never from other requests, pages, or the place of th
 The context is at logical positions 0.., the block behind it; every context position needs a page.
 """
 
-import math
-
 from engine.device import (
     cdiv,
     check,
     cuda,
     f32,
     family,
-    function,
     i32,
     kernel,
     ptr,
@@ -36,18 +33,14 @@ from engine.device import (
 )
 from engine.ptx import (
     address,
-    advance,
-    bits_to_f32,
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
     exp2,
     f32_to_bits,
-    fma,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     load_global_u32,
-    load_global_v4,
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
@@ -58,21 +51,19 @@ from engine.ptx import (
     store_global_v2,
     zeros,
 )
+from engine.splits import (
+    FOLD_THREADS,
+    LOG2_E,
+    MAX_SPLITS,
+    NO_MAXIMUM,
+    SPLIT_TILES,
+    fold_splits,
+    splits_of,
+)
+from engine.warp import FULL
 
 TILE = 32  # keys
 KEY_TILES = TILE // 8
-MAX_SPLITS = 16
-SPLIT_TILES = 8  # a range has at least as many tiles, unless it is the only one
-FULL = 0xFFFFFFFF
-NO_MAXIMUM = float("-inf")
-LOG2_E = math.log2(math.e)
-FOLD_THREADS = 256
-
-
-@function
-def _splits_of(tiles):
-    """Ranges that so many tiles are cut into."""
-    return max(u32(1), min(u32(MAX_SPLITS), u32(tiles // u32(SPLIT_TILES))))
 
 
 @family(
@@ -129,7 +120,7 @@ def _draft_attention(*, size: int, warps: int):
         prefix = u32(prefix_len[request])
         length = u32(prefix + slots)
         tiles = u32(u32(length + u32(TILE - 1)) // u32(TILE))
-        splits = _splits_of(tiles)
+        splits = splits_of(tiles)
         if split >= splits:
             return
         first = u32(u32(split * tiles) // splits)
@@ -299,36 +290,14 @@ def _draft_fold(
     if head >= heads:
         return
     length = u32(u32(prefix_len[u32(row // slots)]) + slots)
-    splits = _splits_of(u32(u32(length + u32(TILE - 1)) // u32(TILE)))
-    here = u64(u64(u64(row) * u64(MAX_SPLITS)) * u64(heads) + u64(head))
-    its_stats = advance(stats, u64(here * u64(2)))
-    largest = f32(NO_MAXIMUM)
-    split = u32(0)
-    while split < splits:
-        largest = max(largest, its_stats[u32(u32(split * heads) << u32(1))])
-        split = u32(split + u32(1))
-    result = cuda.local.array(4, f32)
-    for i in static_range(4):
-        result[i] = f32(0)
-    total = f32(0)
+    splits = splits_of(u32(u32(length + u32(TILE - 1)) // u32(TILE)))
     column = u64(u32(u32(quad % quads) << u32(2)))
-    split = u32(0)
-    while split < splits:
-        at = u32(u32(split * heads) << u32(1))
-        factor = exp2(f32(f32(its_stats[at] - largest) * scale))
-        total = fma(factor, its_stats[u32(at + u32(1))], total)
-        source = u64(u64(u64(here + u64(u32(split * heads))) * u64(size)) + column)
-        four = load_global_v4(address(partial, source))
-        for i in static_range(4):
-            result[i] = fma(factor, bits_to_f32(four[i]), result[i])
-        split = u32(split + u32(1))
-    for i in static_range(4):
-        result[i] = f32(result[i] / total)
+    folded = fold_splits(partial, stats, row, heads, head, size, column, splits, scale)
     into = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(size))
     store_global_v2(
         address(o, u64(into + column)),
-        pack_bf16x2(result[0], result[1]),
-        pack_bf16x2(result[2], result[3]),
+        pack_bf16x2(f32(folded[0] / folded[4]), f32(folded[1] / folded[4])),
+        pack_bf16x2(f32(folded[2] / folded[4]), f32(folded[3] / folded[4])),
     )
 
 

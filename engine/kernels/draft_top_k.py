@@ -52,7 +52,7 @@ from engine.ptx import (
     warp_max_u32,
     warp_sum_u32,
 )
-from engine.warp import FULL
+from engine.warp import FULL, SIGN, bits_of_key, order_key
 
 MAX_K = 1024
 GROUP = 32  # tokens: one load of a warp
@@ -71,7 +71,6 @@ KEPT = 1184  # most that are ranked: K, an eighth more, and zeros up to whole tu
 
 BAD_LOGIT, NO_TOKEN = 1, 2
 KEY_OF_MINUS_INFINITY = 0x007FFFFF
-SIGN = 0x80000000
 
 # e^d = 2^(d log2 e); 2^f on [-1/2, 1/2] to 2e-9, fitted with the constant term 1.
 LOG2_E = 1.44269502162933349609375
@@ -90,12 +89,12 @@ def _key(value):
     bits = f32_to_bits(value)
     if bits == u32(SIGN):
         bits = u32(0)
-    return u32(bits ^ u32(FULL)) if bits >= u32(SIGN) else u32(bits | u32(SIGN))
+    return order_key(bits)
 
 
 @function
 def _value(key):
-    return bits_to_f32(u32(key ^ u32(SIGN)) if key >= u32(SIGN) else u32(key ^ u32(FULL)))
+    return bits_to_f32(bits_of_key(key))
 
 
 @function
@@ -340,7 +339,7 @@ def _select(*, bf16: bool):
         top = u32(shared_top[0])
         bad = u32(shared_top[1])
         if thread == u32(0):
-            status[row] = i32(BAD_LOGIT) if bad & u32(BAD_LOGIT) else i32(bad)
+            status[row] = i32(bad & u32(BAD_LOGIT)) if bad & u32(BAD_LOGIT) else i32(bad)
         if bad != u32(0):
             i = thread
             while i < k:

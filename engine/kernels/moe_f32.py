@@ -7,8 +7,7 @@ every 128 in ascending order, then the lanes are added in a butterfly. A slot's 
 alone, not on the slots that share its block.
 """
 
-import math
-
+from engine.activation import silu
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32, u64
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_route import max_blocks, route_share
@@ -80,9 +79,7 @@ def _moe_f32(*, swiglu: bool):
                 total = warp_sum(sums[s])
                 if swiglu:
                     other = warp_sum(sums[WIDTH + s])
-                    small = f32(math.exp(f32(-abs(total))))  # in (0, 1]: no overflow
-                    top = total if total >= f32(0) else f32(total * small)
-                    total = f32(f32(top / f32(f32(1) + small)) * other)
+                    total = f32(silu(total) * other)
                 if lane == u32(s) and own >= i32(0):
                     out[u64(u64(u32(own)) * u64(n) + u64(row))] = total
 

@@ -21,14 +21,13 @@ from engine.ptx import (
     warp_max_u32,
     warp_min_u32,
 )
-from engine.warp import FULL
+from engine.warp import FULL, order_key
 
 THREADS = 32
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 NOT_A_NUMBER = 1
 NAN = 0x7FC00000
-SIGN = 0x80000000
 
 
 @family(
@@ -72,10 +71,9 @@ def _router(*, per_lane: int, parts: int):
             score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-scores[j])))))
             scores[j] = score
             rank_by = f32(score + steer[j])
-            bits = f32_to_bits(rank_by)
             if rank_by != rank_by:
                 bad = u32(1)
-            keys[j] = u32(bits ^ u32(FULL)) if bits >= u32(SIGN) else u32(bits | u32(SIGN))
+            keys[j] = order_key(f32_to_bits(rank_by))
             if expert >= count:
                 keys[j] = u32(0)
         if cuda.any_sync(FULL, bad == u32(1)):

@@ -7,11 +7,24 @@ bits. status[j] is 0, or 1 where the page table has no page for p; the slot is -
 row.
 """
 
-from engine.device import cdiv, check, cuda, i32, i64, kernel, ptr, u32
+from engine.device import cdiv, check, cuda, function, i32, i64, kernel, ptr, u32
 from engine.ptx import pdl_launch_dependents, pdl_wait
 
 THREADS = 64
 NO_PAGE = 1
+
+
+@function
+def request_of(row_start, requests, row):
+    """The request of a row: the last that starts at or before it."""
+    low, high = u32(0), requests
+    while u32(low + u32(1)) < high:
+        middle = u32(u32(low + high) >> u32(1))
+        if u32(row_start[middle]) <= row:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @kernel(threads=THREADS, registers=32, dependent_launch=True)
@@ -32,19 +45,13 @@ def _slot_mapping(
     pdl_wait()
     row = u32(u32(u32(cuda.blockIdx.x) * u32(THREADS)) + u32(cuda.threadIdx.x))
     if row < rows:
-        low, high = u32(0), requests  # the last request that starts at or before the row
-        while u32(low + u32(1)) < high:
-            middle = u32(u32(low + high) // u32(2))
-            if u32(row_start[middle]) <= row:
-                low = middle
-            else:
-                high = middle
-        prefix = u32(prefix_len[low])
-        place = u32(prefix + u32(row - u32(row_start[low])))
+        request = request_of(row_start, requests, row)
+        prefix = u32(prefix_len[request])
+        place = u32(prefix + u32(row - u32(row_start[request])))
         page_index = u32(place // page_size)
         page = i32(-1)
         if page_index < max_pages:
-            page = page_table[u32(u32(low * max_pages) + page_index)]
+            page = page_table[u32(u32(request * max_pages) + page_index)]
         position[row] = i32(prefix + u32(depth[row]))
         if page >= i32(0):
             slot[row] = i64(i64(i64(page) * i64(page_size)) + i64(place % page_size))

@@ -33,7 +33,7 @@ from engine.ptx import (
     popc,
     warp_min_u32,
 )
-from engine.warp import FULL
+from engine.warp import FULL, SIGN
 
 MAX_NODES = 1025  # root and a budget of 1024
 MAX_LENGTH = 16  # draft positions
@@ -41,7 +41,6 @@ MAX_K = 1024
 THREADS = 256
 BAD_LOG_PROBS, BAD_BUDGET = 1, 2
 OFFERS = 4640  # log-probabilities in shared memory: 16 rows of 289, or 4 of 1025 and one of -inf
-SIGN = 0x80000000
 NONE = 0x7F800000  # the cost of -inf, which is no candidate
 LOW = 0xFFFF
 

@@ -20,7 +20,6 @@ or beyond MAX_NODES, gives NaN. Every visible position needs a page (slot_mappin
 without one).
 """
 
-import math
 from functools import cache
 
 from engine.device import (
@@ -40,6 +39,7 @@ from engine.device import (
     u32,
     u64,
 )  # fmt: skip
+from engine.kernels.slot_mapping import request_of
 from engine.ptx import (
     address,
     advance,
@@ -68,17 +68,21 @@ from engine.ptx import (
     wgmma_bf16,
     zeros,
 )  # fmt: skip
+from engine.splits import (
+    FOLD_THREADS,
+    LOG2_E,
+    MAX_SPLITS,
+    NO_MAXIMUM,
+    SPLIT_TILES,
+    fold_splits,
+    splits_of,
+)
+from engine.warp import FULL
 
 TILE = 64  # keys
-MAX_SPLITS = 16
-SPLIT_TILES = 8  # a range has at least as many tiles, unless it is the only one
 MAX_NODES = 288  # a budget of 256 and the root need nine words of mask
-FULL = 0xFFFFFFFF
-NO_MAXIMUM = float("-inf")
 NO_SLOT = 0xFFFFFFFF
-LOG2_E = math.log2(math.e)
 CHUNK_BYTES = 128  # 64 bf16 columns: a row of a shared tile, swizzled in 16-byte units
-FOLD_THREADS = 256
 SIMT_THREADS = 128
 # Shared memory of an SM (sm_90, sm_100) and what a block of any kernel takes of it. ptxas otherwise
 # spills for the sake of more blocks an SM than that has room for.
@@ -88,17 +92,9 @@ BLOCK_SHARED = 1024
 
 @function
 def _request_of(row_start, requests, row):
-    """The request of a row: the last that starts at or before it; `requests` for padding."""
-    low, high = u32(0), requests
-    while u32(low + u32(1)) < high:
-        middle = u32(u32(low + high) >> u32(1))
-        if u32(row_start[middle]) <= row:
-            low = middle
-        else:
-            high = middle
-    if row >= u32(row_start[requests]):
-        low = requests
-    return low
+    """The request of a row; `requests` for padding."""
+    request = request_of(row_start, requests, row)
+    return requests if row >= u32(row_start[requests]) else request
 
 
 @function
@@ -148,12 +144,6 @@ def _slot_of(path, page_table, first_page, prefix, page_shift, at):
     page = u32(page_table[u32(first_page + u32(place >> page_shift))])
     within = u32(place & u32(u32(u32(1) << page_shift) - u32(1)))
     return u32(u32(page << page_shift) + within)
-
-
-@function
-def _splits_of(tiles):
-    """Ranges that a row of so many tiles is cut into."""
-    return max(u32(1), min(u32(MAX_SPLITS), u32(tiles // u32(SPLIT_TILES))))
 
 
 @family(
@@ -266,7 +256,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         first_word = u32(row * words)
         length = u32(prefix + _nodes_seen(ancestors, first_word, node, words))
         tiles = u32(u32(length + u32(TILE - 1)) >> u32(6))
-        splits = _splits_of(tiles)
+        splits = splits_of(tiles)
         if split >= splits or tiles == u32(0):
             return
         first = u32(u32(split * tiles) // splits)
@@ -528,7 +518,7 @@ def _tree_verify_mla_f32(
     first_word = u32(row * words)
     length = u32(prefix + _nodes_seen(ancestors, first_word, node, words))
     tiles = u32(u32(length + u32(TILE - 1)) >> u32(6))
-    splits = _splits_of(tiles)
+    splits = splits_of(tiles)
     if split >= splits or tiles == u32(0):
         return
     _gather_path(path, ancestors, first_word, node, words, SIMT_THREADS)
@@ -617,6 +607,7 @@ def _fold(*, bf16: bool):
         head = u32(quad // quads)
         if head >= heads:
             return
+        column = u64(u32(u32(quad % quads) << u32(2)))
         result = cuda.local.array(4, f32)
         for i in static_range(4):
             result[i] = f32(0)
@@ -625,34 +616,16 @@ def _fold(*, bf16: bool):
             node = u32(row - u32(row_start[request]))
             seen = _nodes_seen(ancestors, u32(row * words), node, words)
             tiles = u32(u32(u32(prefix_len[request]) + seen + u32(TILE - 1)) >> u32(6))
-            splits = _splits_of(tiles) if tiles > u32(0) else u32(0)
-            here = u64(u64(u64(row) * u64(MAX_SPLITS)) * u64(heads) + u64(head))
-            its_stats = advance(stats, u64(here * u64(2)))
-            largest = f32(NO_MAXIMUM)
-            split = u32(0)
-            while split < splits:
-                largest = max(largest, its_stats[u32(u32(split * heads) << u32(1))])
-                split = u32(split + u32(1))
-            total = f32(0)
-            split = u32(0)
-            while split < splits:
-                at = u32(u32(split * heads) << u32(1))
-                factor = exp2(f32(f32(its_stats[at] - largest) * scale))
-                total = fma(factor, its_stats[u32(at + u32(1))], total)
-                source = u64(u64(here + u64(u32(split * heads))) * u64(rank))
-                source = u64(source + u64(u32(u32(quad % quads) << u32(2))))
-                four = load_global_v4(address(partial, source))
-                for i in static_range(4):
-                    result[i] = fma(factor, bits_to_f32(four[i]), result[i])
-                split = u32(split + u32(1))
+            splits = splits_of(tiles) if tiles > u32(0) else u32(0)
+            folded = fold_splits(partial, stats, row, heads, head, rank, column, splits, scale)
             if splits > u32(0):
                 for i in static_range(4):
-                    result[i] = f32(result[i] / total)
+                    result[i] = f32(folded[i] / folded[4])
             if node >= u32(words * u32(32)) or node >= u32(MAX_NODES):
                 for i in static_range(4):
                     result[i] = bits_to_f32(u32(0x7FC00000))
         into = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(rank))
-        into = address(o, u64(into + u64(u32(u32(quad % quads) << u32(2)))))
+        into = address(o, u64(into + column))
         if bf16:
             store_global_v2(
                 into, pack_bf16x2(result[0], result[1]), pack_bf16x2(result[2], result[3])
