@@ -84,43 +84,63 @@ def permute_chunk(x, rows, groups, x_permuted, chunk):
         store_global_v4(target, u32(0), u32(0), u32(0), u32(0))
 
 
-def multiply_rows(
-    *,
+def dense_rows(
+    *, k: int, slices: int, tiles: int, columns: int, ahead: int, k_order: bool
+) -> Callable:
+    """`multiply_rows` for one matrix: weights are loaded before the wait for the kernels before.
+
+    k_order: x in the order of k, rows anywhere, at most 2 columns; otherwise in that of
+    `place_in_row`, one row after another. Slices 2 q and 2 q + 1 are the even and the odd blocks of
+    range q of K, of which there are slices / 2.
+    """
+    return _multiply_rows(
+        k, slices, tiles, columns, ahead, k_order=k_order, gathered=k_order, waits=True, paired=True
+    )
+
+
+def expert_rows(
+    *, k: int, slices: int, tiles: int, columns: int, ahead: int, matrices: int
+) -> Callable:
+    """`multiply_rows` for experts: x in the order of `place_in_row`, rows anywhere, 1 or 2 columns.
+
+    matrices: 2 where the first half of the rows is of one (gate) and the second of another (up);
+    1 (down), and then weights are loaded before the wait for the kernels before.
+    """
+    return _multiply_rows(k, slices, tiles, columns, ahead, matrices=matrices, waits=matrices == 1)
+
+
+def _multiply_rows(
     k: int,
     slices: int,
     tiles: int,
-    matrices: int,
     columns: int,
     ahead: int,
-    plain: bool = False,
+    *,
+    matrices: int = 1,
+    k_order: bool = False,
     gathered: bool = True,
-    early: bool = False,
+    waits: bool,
     paired: bool = False,
 ) -> Callable:
     """Makes the device function of one warp: 16 `tiles` rows times 8 `columns` tokens, one slice.
 
-    matrices: 1, or 2 where the first half of the rows is of one matrix and the second half of
-    another. ahead: words whose activations are loaded before they are needed, 1 to 4. plain:
-    activations in the order of k; otherwise in that of `place_in_row`. gathered: tokens anywhere,
-    at most 2 columns of them; otherwise one row after another. early: weights are loaded before
-    the previous kernel is done, activations after. paired: slices 2 q and 2 q + 1 are the even and
-    the odd blocks of range q of K, of which there are slices / 2.
+    ahead: words whose activations are loaded before they are needed, 1 to 4.
 
-    (words_0, scales_0, words_1, scales_1, x_0, x_1, slice, t) -> sums as in `mma_int4`.
-    words_i, scales_i: addresses of word 0 and scale 0 of row g of matrix i's first tile; x_j:
-    address of token g of column tile j; t = lane % 4.
+    (words, scales, x, part, t) -> sums as in `mma_int4`. words, scales: addresses of word 0 and of
+    scale 0 of row g of the first tile, of each matrix; x: address of token g of the column tile, or
+    of both where they are gathered; part: the slice; t = lane % 4.
     """
     GROUPS, BLOCKS = k // GROUP, cdiv(k, BLOCK)
     STEP = 2 if paired else slices  # from a block of a slice to its next
     PAIRS = cdiv(BLOCKS, slices)  # of blocks, in a range of two slices
     RAGGED = GROUPS % 4 != 0 or (BLOCKS % slices != 0 if paired else BLOCKS < slices)
     ROWS = 2 * tiles // matrices
-    LANE_STEP, LOAD_STEP = (64, 16) if plain else (16, 64)  # bytes of x between lanes, loads
-    COLUMN_STEP = 8 * 2 * (k if plain else padded(k))  # bytes between tokens 8 apart
+    LANE_STEP, LOAD_STEP = (64, 16) if k_order else (16, 64)  # bytes of x between lanes, loads
+    COLUMN_STEP = 8 * 2 * (k if k_order else padded(k))  # bytes between tokens 8 apart
     load_words, load_scales = load_rows(ROWS, 8 * k // 2), load_rows_u16(ROWS, 8 * k // 16)
     no_words, no_scales = zeros(u32, 4 * ROWS), zeros(u32, ROWS)
     no_sums = zeros(f32, 4 * tiles * columns)
-    factors_of, multiply = int4_factors(2 * tiles), mma_int4(tiles, columns, plain)
+    factors_of, multiply = int4_factors(2 * tiles), mma_int4(tiles, columns, k_order)
 
     @function
     def load_token(place, wanted):
@@ -141,7 +161,16 @@ def multiply_rows(
         return x
 
     @function
-    def multiply_slice(words_0, scales_0, words_1, scales_1, x_0, x_1, part, t):
+    def multiply_rows(words, scales, x, part, t):
+        words_0 = words[0]
+        scales_0 = scales[0]
+        if matrices == 2:
+            words_1 = words[1]
+            scales_1 = scales[1]
+        x_0 = x[0]
+        x_1 = x_0
+        if gathered:
+            x_1 = x[columns - 1]
         if paired:
             block = u32(u32(part >> u32(1)) * u32(2 * PAIRS))
             end = u32(min(u32(block + u32(2 * PAIRS)), u32(BLOCKS)))
@@ -162,7 +191,7 @@ def multiply_rows(
             scales_1 = u64(scales_1 + at * u64(2))
             w_1 = load_words(words_1, more, no_words())
             s_1 = load_scales(scales_1, more, no_scales())
-        if early:
+        if waits:
             pdl_wait()
             pdl_launch_dependents()
         at = u64(u32(u32(block * u32(256)) + u32(t * u32(LANE_STEP))))
@@ -207,7 +236,7 @@ def multiply_rows(
                 w_1 = load_words(words_1, more, w_1)
         return sums
 
-    return multiply_slice
+    return multiply_rows
 
 
 FRAGMENT = 512  # bytes of a warp's sums of 16 rows x 8 tokens: four f32 a lane

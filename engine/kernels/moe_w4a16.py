@@ -15,8 +15,7 @@ K. Slots are columns of an mma and the split of K is one number for each GEMM, s
 not depend on how many rows there are, on its index or on where its slots landed.
 """
 
-import math
-
+from engine.activation import silu
 from engine.device import (
     cdiv,
     check,
@@ -32,7 +31,7 @@ from engine.device import (
     u32,
     u64,
 )
-from engine.int4 import FRAGMENT, GROUP, add_slices, keep_slice, multiply_rows, padded, place_in_row
+from engine.int4 import FRAGMENT, GROUP, add_slices, expert_rows, keep_slice, padded, place_in_row
 from engine.kernels.moe_combine import moe_combine
 from engine.kernels.moe_route import max_blocks, route_share
 from engine.ptx import (
@@ -89,13 +88,8 @@ def _gate_up(*, k: int, columns: int, tiles: int):
     PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
     SUMS = GATE_UP_SLICES * FRAGMENTS * FRAGMENT // 4
     PAIRS = max(FRAGMENTS // 2, columns)  # fragments with gates
-    multiply = multiply_rows(
-        k=k,
-        slices=GATE_UP_SLICES,
-        tiles=tiles,
-        matrices=2,
-        columns=columns,
-        ahead=2,
+    multiply = expert_rows(
+        k=k, slices=GATE_UP_SLICES, tiles=tiles, columns=columns, ahead=2, matrices=2
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(GATE_UP_SLICES, FRAGMENTS)
     slot_of = _slot(columns)
@@ -134,11 +128,11 @@ def _gate_up(*, k: int, columns: int, tiles: int):
             up_scales = address(sc, u64(row * u64(k // GROUP)))
             x_row = u32(slot_of(block_slot, block, g) // top_k)
             x_0 = address(x, u64(u64(x_row) * u64(ROW)))
-            x_1 = x_0
+            x_at = (x_0,)
             if columns == 2:
                 x_row = u32(slot_of(block_slot, block, u32(g + u32(8))) // top_k)
-                x_1 = address(x, u64(u64(x_row) * u64(ROW)))
-            sums = multiply(gate_words, gate_scales, up_words, up_scales, x_0, x_1, part, t)
+                x_at = (x_0, address(x, u64(u64(x_row) * u64(ROW))))
+            sums = multiply((gate_words, up_words), (gate_scales, up_scales), x_at, part, t)
 
             shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
             keep(u32(shared + u32(part * u32(PITCH))), sums)
@@ -157,9 +151,7 @@ def _gate_up(*, k: int, columns: int, tiles: int):
                         at = u32(u32(block * u32(WIDTH)) + column + u32(i & 1))
                         slot = i32(block_slot[at])
                         if slot >= i32(0):
-                            small = f32(math.exp(f32(-abs(gate[i]))))  # in (0, 1]: no overflow
-                            top = gate[i] if gate[i] >= f32(0) else f32(gate[i] * small)
-                            value = f32(f32(top / f32(f32(1) + small)) * up[i])
+                            value = f32(silu(gate[i]) * up[i])
                             to = u64(place_in_row(u32(row + u32(8 * (i >> 1)))))
                             to = u64(u64(u32(slot)) * u64(inner_padded) + to)
                             store_global_u16(address(activated, to), f32_to_bf16(value))
@@ -173,14 +165,8 @@ def _down(*, k: int, columns: int, tiles: int):
     FRAGMENTS = tiles * columns
     PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
     SUMS = DOWN_SLICES * FRAGMENTS * FRAGMENT // 4
-    multiply = multiply_rows(
-        k=k,
-        slices=DOWN_SLICES,
-        tiles=tiles,
-        matrices=1,
-        columns=columns,
-        ahead=4 // columns,
-        early=True,
+    multiply = expert_rows(
+        k=k, slices=DOWN_SLICES, tiles=tiles, columns=columns, ahead=4 // columns, matrices=1
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(DOWN_SLICES, FRAGMENTS)
     slot_of = _slot(columns)
@@ -211,11 +197,11 @@ def _down(*, k: int, columns: int, tiles: int):
             words = address(qw, u64(row * u64(k // 8)))
             scales = address(sc, u64(row * u64(k // GROUP)))
             x_0 = address(activated, u64(u64(slot_of(block_slot, block, g)) * u64(ROW)))
-            x_1 = x_0
+            x_at = (x_0,)
             if columns == 2:
                 x_row = slot_of(block_slot, block, u32(g + u32(8)))
-                x_1 = address(activated, u64(u64(x_row) * u64(ROW)))
-            sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
+                x_at = (x_0, address(activated, u64(u64(x_row) * u64(ROW))))
+            sums = multiply((words,), (scales,), x_at, part, t)
 
             shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
             keep(u32(shared + u32(part * u32(PITCH))), sums)

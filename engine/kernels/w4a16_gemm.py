@@ -41,8 +41,8 @@ from engine.int4 import (
     GROUP,
     UNSCALE,
     add_slices,
+    dense_rows,
     keep_slice,
-    multiply_rows,
     padded,
     permute_chunk,
 )
@@ -117,28 +117,24 @@ def _store_fragment(y, y_is_f32, m, n, token, row, total):
 
 
 @family(
-    *({"k": k, "columns": c, "tiles": c, "plain": True} for k in KS for c in (1, 2)),
-    *({"k": k, "columns": c, "tiles": 2, "plain": False} for k, cs in PERMUTED.items() for c in cs),
-    *({"k": 7168, "columns": 1, "tiles": 2, "plain": p} for p in (True, False)),
-    *({"k": k, "columns": 2, "tiles": 3, "plain": False} for k in (96, 7168)),
+    *({"k": k, "columns": c, "tiles": c, "k_order": True} for k in KS for c in (1, 2)),
+    *(
+        {"k": k, "columns": c, "tiles": 2, "k_order": False}
+        for k, cs in PERMUTED.items()
+        for c in cs
+    ),
+    *({"k": 7168, "columns": 1, "tiles": 2, "k_order": o} for o in (True, False)),
+    *({"k": k, "columns": 2, "tiles": 3, "k_order": False} for k in (96, 7168)),
 )
-def _w4a16_gemm(*, k: int, columns: int, tiles: int, plain: bool):
+def _w4a16_gemm(*, k: int, columns: int, tiles: int, k_order: bool):
     FRAGMENTS = tiles * columns
     PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice
     SUMS = SLICES * FRAGMENTS * FRAGMENT // 4
-    X_ROW = k if plain else padded(k)
+    X_ROW = k if k_order else padded(k)
+    X_TILES = columns if k_order else 1  # whose addresses differ by more than a number of rows
     BLOCKS_PER_SM, AHEAD = SHAPES[columns, tiles]
-    multiply = multiply_rows(
-        k=k,
-        slices=SLICES,
-        tiles=tiles,
-        matrices=1,
-        columns=columns,
-        ahead=AHEAD,
-        plain=plain,
-        gathered=plain,
-        early=True,
-        paired=True,
+    multiply = dense_rows(
+        k=k, slices=SLICES, tiles=tiles, columns=columns, ahead=AHEAD, k_order=k_order
     )
     keep, add = keep_slice(FRAGMENTS), add_slices(SLICES, FRAGMENTS)
 
@@ -151,7 +147,7 @@ def _w4a16_gemm(*, k: int, columns: int, tiles: int, plain: bool):
         sass=("HMMA", "HFMA2", "LDG"),
     )
     def w4a16_gemm(
-        x: ptr[u16],  # [m, k] bf16; unless plain, x_permuted
+        x: ptr[u16],  # [m, k] bf16; unless k_order, x_permuted
         qw: ptr[u32],  # [n, k/8]
         sc: ptr[u16],  # [n, k/32] bf16
         m: u32,
@@ -171,12 +167,12 @@ def _w4a16_gemm(*, k: int, columns: int, tiles: int, plain: bool):
         scales = address(sc, u64(row * u64(k // GROUP)))
         token = u32(first_token + g)
         other = u32(token + u32(8))
-        if plain:  # the last token fills the tile
+        if k_order:  # the last token fills the tile
             token = u32(min(token, u32(m - u32(1))))
             other = u32(min(other, u32(m - u32(1))))
         x_0 = address(x, u64(u64(token) * u64(X_ROW)))
         x_1 = address(x, u64(u64(other) * u64(X_ROW)))
-        sums = multiply(words, scales, words, scales, x_0, x_1, part, t)
+        sums = multiply((words,), (scales,), (x_0, x_1)[:X_TILES], part, t)
 
         sums_of = cuda.shared.array(0, f32)
         shared = u32(u32(shared_address(sums_of, u32(0))) + u32(lane * u32(16)))
@@ -642,7 +638,7 @@ def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
     # A slice of one or two blocks takes eight tokens no faster than sixteen.
     columns = 2 if m > 8 or (m > 4 and cdiv(k, BLOCK) <= 2 * SLICES) else 1
     tiles = 1 if columns == 1 and n // 48 < RESIDENT else 2
-    _w4a16_gemm(k=k, columns=columns, tiles=tiles, plain=True).launch(
+    _w4a16_gemm(k=k, columns=columns, tiles=tiles, k_order=True).launch(
         (n // (16 * tiles), cdiv(m, 8 * columns)),
         x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
     )  # fmt: skip
@@ -690,7 +686,7 @@ def w4a16_gemm_many(
     chunks = tokens * padded(k) // 8
     _permute.launch(cdiv(chunks, THREADS), x, m, k // GROUP, chunks, x_permuted, stream=stream)
     tiles = 3 if columns == 2 and n % 48 == 0 else 2
-    _w4a16_gemm(k=k, columns=columns, tiles=tiles, plain=False).launch(
+    _w4a16_gemm(k=k, columns=columns, tiles=tiles, k_order=False).launch(
         (n // (16 * tiles), tokens // (8 * columns)),
         x_permuted, qw, sc, m, n, y_is_f32, y, stream=stream,
     )  # fmt: skip

@@ -51,14 +51,14 @@ def int4_factors(rows: int) -> Callable:
     return composed((u32, 3 * rows), [(u32, rows)], emit, stand_in)
 
 
-def mma_int4(tiles: int, columns: int, plain: bool) -> Callable:
+def mma_int4(tiles: int, columns: int, k_order: bool) -> Callable:
     """Makes an intrinsic: `tiles` x 16 rows of INT4 weights times `columns` x 8 tokens, k 32.
 
     (words, factors, x, sums) -> sums. words: 2 tiles u32, a packed word of row g and of row
     g + 8 of each tile; factors: of these rows, from `int4_factors`; x: 4 columns u32, the
     token's eight values for the same k; sums: 4 tiles columns f32, tile (i, j) at
     4 (i columns + j), laid out as mma.m16n8k16 does, 2^-20 of the true sums. x is in pairs
-    (k, k+4) or, if `plain`, in the order of k.
+    (k, k+4) or, if `k_order`, in the order of k.
     """
     to_bf16 = (
         "{ .reg .b32 h, n; shr.b32 h, $4, 8;"
@@ -77,7 +77,7 @@ def mma_int4(tiles: int, columns: int, plain: bool) -> Callable:
         dequantise = assembly(to_bf16, [u32] * 4, [u32] * 4, early=True)
         pair = assembly(to_pairs, [u32] * 4, [u32] * 4, early=True)
         multiply = assembly(in_place, [f32] * 4, [u32] * 6 + [0, 1, 2, 3])
-        if plain:
+        if k_order:
             for j in range(columns):
                 x[4 * j : 4 * j + 4] = pair(builder, x[4 * j : 4 * j + 4])
         for i in range(tiles):
@@ -103,7 +103,7 @@ def mma_int4(tiles: int, columns: int, plain: bool) -> Callable:
         weights = _round_bf16(codes * multiplier + f[..., 2:])  # [lane, row, k]
         a = weights.reshape(8, 4, 2 * tiles, 8).transpose(2, 0, 1, 3).reshape(-1, 4, 8)
         tokens = unpacked(np.array(x, np.uint32)).reshape(32, columns, 8)  # [lane, column, k]
-        if not plain:
+        if not k_order:
             tokens[..., PAIRS] = tokens.copy()
         b = tokens.reshape(8, 4, columns, 8).transpose(1, 3, 2, 0).reshape(4, 8, -1)
         c = np.array(sums, np.float32).reshape(8, 4, tiles, columns, 2, 2)  # g t i j row column
