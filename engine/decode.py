@@ -45,7 +45,7 @@ from engine.kernels.embedding import embedding
 from engine.kernels.greedy_accept import greedy_accept
 from engine.kernels.sample import sample
 from engine.kernels.tree_build import tree_build
-from engine.kernels.tree_verify_mla import MAX_NODES
+from engine.kernels.tree_verify_mla import MAX_WINDOW
 from engine.layers import Config, Launch
 from engine.model import Model, Tree
 from engine.prepared import Prepared
@@ -274,10 +274,10 @@ class Decoder:
             self.budget = min(self.budget, self.length)
         self.config, self.requests = config, requests
         self.context, self.temperature, self.seed = context, temperature, seed
-        if self.budget + 1 > MAX_NODES:
+        if self.budget + 1 > MAX_WINDOW:
             raise NotImplementedError(
                 f"decode: a budget of {self.budget} makes trees of {self.budget + 1} nodes; "
-                f"attention takes at most {MAX_NODES}"
+                f"attention takes at most {MAX_WINDOW}"
             )
         rows = requests * (self.budget + 1)
         self.model = Model(

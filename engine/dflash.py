@@ -25,7 +25,7 @@ from engine.device import copy_to_device, empty, to_device, to_host
 from engine.graph import download, pinned
 from engine.kernels.add_rms_norm import add_rms_norm
 from engine.kernels.draft_append import draft_append, draft_append_context
-from engine.kernels.draft_attention import MAX_SPLITS, draft_attention
+from engine.kernels.draft_attention import draft_attention
 from engine.kernels.draft_block import draft_block
 from engine.kernels.draft_gather import draft_gather
 from engine.kernels.draft_limit import draft_limit
@@ -35,6 +35,7 @@ from engine.kernels.rms_norm import rms_norm
 from engine.layers import Buffers, Config, Drafter, DraftLayer, Launch
 from engine.model import rope_tables
 from engine.prepared import prepare_drafter
+from engine.splits import MAX_SPLITS
 
 
 class DraftError(RuntimeError):

@@ -32,8 +32,9 @@ from engine.kernels.moe_combine import moe_combine_ranks
 from engine.kernels.rope import rope
 from engine.kernels.router import router
 from engine.kernels.swiglu import swiglu
-from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla_heads
+from engine.kernels.tree_verify_mla import tree_verify_mla_heads
 from engine.kernels.w4a16_gemm import w4a16_gemm
+from engine.splits import MAX_SPLITS
 
 BESIDE_ROWS = 16  # up to which the shared expert runs beside the routed ones; more fill the memory
 INT4_ROWS = 256  # that w4a16_gemm and the MoE kernels take in one launch

@@ -9,8 +9,8 @@ heads.
 
 Decomposition. The block_size * heads / groups queries that share a key head are the M rows of the
 tensor core: one read of the keys serves 64 of them at the K2.5 drafter's shape. 32 keys are a tile,
-fetched by cp.async while the one before is used. The number of keys alone says how many ranges of
-tiles (at most MAX_SPLITS) there are and where they end; the ranges' (m, l, unnormalised o) go to
+fetched by cp.async while the one before is used. The number of keys alone says how many splits
+(at most MAX_SPLITS) of tiles there are and where they end; the splits' (m, l, unnormalised o) go to
 scratch in fp32 and a second kernel folds them in ascending order. So a row's bits follow from its
 query and the ordered keys: never from other requests, pages, or the place of the row in the launch.
 The context is at logical positions 0.., the block behind it; every context position needs a page.
@@ -33,14 +33,18 @@ from engine.device import (
 )
 from engine.ptx import (
     address,
+    advance,
+    bits_to_f32,
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
     exp2,
     f32_to_bits,
+    fma,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     load_global_u32,
+    load_global_v4,
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
@@ -57,7 +61,6 @@ from engine.splits import (
     MAX_SPLITS,
     NO_MAXIMUM,
     SPLIT_TILES,
-    fold_splits,
     splits_of,
 )
 from engine.warp import FULL
@@ -82,8 +85,8 @@ def _draft_attention(*, size: int, warps: int):
     VALUE_TILES = size // 8
     STEPS = size // 16
     zero_scores, zero_sums = zeros(f32, 4 * KEY_TILES), zeros(f32, 4 * VALUE_TILES)
-    score = mma_bf16_tiles(1, KEY_TILES)
-    mix = mma_bf16_slice(VALUE_TILES, 2)
+    qk = mma_bf16_tiles(1, KEY_TILES)
+    pv = mma_bf16_slice(VALUE_TILES, 2)
     rescale = scale_rows(VALUE_TILES)
     wait_for_tile = cp_async_wait(0)
 
@@ -129,12 +132,12 @@ def _draft_attention(*, size: int, warps: int):
         # Queries: row m of this key head is slot m // shared_by, head m % shared_by of the group.
         shared_by = u32(heads // groups)
         count = u32(slots * shared_by)
-        low = u32(u32(u32(u32(cuda.blockIdx.z) * u32(warps)) + warp) * u32(16))
-        low = u32(low + u32(lane >> u32(2)))
+        row0 = u32(u32(u32(u32(cuda.blockIdx.z) * u32(warps)) + warp) * u32(16))
+        row0 = u32(row0 + u32(lane >> u32(2)))
         pair = u32(u32(lane & u32(3)) << u32(1))
         queries = cuda.local.array(4 * STEPS, u32)
         for half in static_range(2):
-            m = u32(low + u32(8 * half))
+            m = u32(row0 + u32(8 * half))
             inside = m < count
             m = m if inside else u32(0)
             row = u32(u32(request * slots) + u32(m // shared_by))
@@ -145,25 +148,25 @@ def _draft_attention(*, size: int, warps: int):
                     word = load_global_u32(address(q, u64(source + u64(16 * step + 8 * right))))
                     queries[4 * step + 2 * right + half] = word if inside else u32(0)
 
-        # Fragments of B. Scores: 16 keys x 16 columns; mix, transposed: 16 keys x 16 value columns.
+        # Fragments of B. QK: 16 keys x 16 columns; PV, transposed: 16 keys x 16 value columns.
         k_row = u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) << u32(3)))
         k_unit = u32(u32(lane >> u32(3)) & u32(1))
         v_row, v_unit = u32(lane & u32(15)), u32(lane >> u32(4))
 
         sums = zero_sums()
-        low_max, high_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
-        low_sum, high_sum = f32(0), f32(0)
+        row0_max, row8_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
+        row0_sum, row8_sum = f32(0), f32(0)
         width = u64(u32(groups * u32(2 * size)))
-        turn = first
-        while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
+        tile = first
+        while tile <= last:  # tile `tile` is fetched while the one before is used
             wait_for_tile()
             cuda.syncthreads()
-            if turn < last:
-                place = u32(shared + u32(u32(turn & u32(1)) * u32(2 * TILE_BYTES)))
+            if tile < last:
+                place = u32(shared + u32(u32(tile & u32(1)) * u32(2 * TILE_BYTES)))
                 for i in static_range(COPIES):
                     key = u32(u32(thread + u32(i * THREADS)) // u32(UNITS))
                     unit = u32(u32(thread + u32(i * THREADS)) % u32(UNITS))
-                    at = u32(u32(turn * u32(TILE)) + key)
+                    at = u32(u32(tile * u32(TILE)) + key)
                     taken = u32(16) if at < length else u32(0)
                     column = u64(u32(u32(group * u32(size)) + u32(unit * u32(8))))
                     source = address(block, column)
@@ -180,8 +183,8 @@ def _draft_attention(*, size: int, warps: int):
                     values = u64(source + u64(width))  # half a row of 2-byte elements
                     cp_async_16_zfill(u32(to + u32(TILE_BYTES)), values, taken)
                 cp_async_commit()
-            if turn > first:
-                before = u32(turn - u32(1))
+            if tile > first:
+                before = u32(tile - u32(1))
                 keys = u32(shared + u32(u32(before & u32(1)) * u32(2 * TILE_BYTES)))
                 scores = zero_scores()
                 for step in static_range(STEPS):
@@ -196,38 +199,38 @@ def _draft_attention(*, size: int, warps: int):
                     b = ldmatrix_x4(u32(keys + at))
                     for j in static_range(1, KEY_TILES // 2):
                         b = b + ldmatrix_x4(u32(keys + u32(at + u32(16 * j * ROW_BYTES))))
-                    scores = score(scores, a, b)
+                    scores = qk(scores, a, b)
                 left = u32(length - u32(before * u32(TILE)))  # keys of this tile
-                low_new, high_new = low_max, high_max
+                row0_new, row8_new = row0_max, row8_max
                 for j in static_range(KEY_TILES):
                     for e in static_range(2):
                         if u32(pair + u32(8 * j + e)) < left:
-                            low_new = max(low_new, scores[4 * j + e])
-                            high_new = max(high_new, scores[4 * j + 2 + e])
+                            row0_new = max(row0_new, scores[4 * j + e])
+                            row8_new = max(row8_new, scores[4 * j + 2 + e])
                 for step in static_range(2):
-                    low_new = max(low_new, cuda.shfl_xor_sync(FULL, low_new, 1 << step))
-                    high_new = max(high_new, cuda.shfl_xor_sync(FULL, high_new, 1 << step))
-                low_factor = exp2(f32(f32(low_max - low_new) * scale))
-                high_factor = exp2(f32(f32(high_max - high_new) * scale))
-                low_max, high_max = low_new, high_new
-                low_sum, high_sum = f32(low_sum * low_factor), f32(high_sum * high_factor)
-                sums = rescale(sums, low_factor, high_factor)
+                    row0_new = max(row0_new, cuda.shfl_xor_sync(FULL, row0_new, 1 << step))
+                    row8_new = max(row8_new, cuda.shfl_xor_sync(FULL, row8_new, 1 << step))
+                row0_factor = exp2(f32(f32(row0_max - row0_new) * scale))
+                row8_factor = exp2(f32(f32(row8_max - row8_new) * scale))
+                row0_max, row8_max = row0_new, row8_new
+                row0_sum, row8_sum = f32(row0_sum * row0_factor), f32(row8_sum * row8_factor)
+                sums = rescale(sums, row0_factor, row8_factor)
                 packed = cuda.local.array(2 * KEY_TILES, u32)
                 for j in static_range(KEY_TILES):
                     seen = u32(pair + u32(8 * j)) < left
                     seen_next = u32(pair + u32(8 * j + 1)) < left
-                    low_p = exp2(f32(f32(scores[4 * j] - low_max) * scale))
-                    low_q = exp2(f32(f32(scores[4 * j + 1] - low_max) * scale))
-                    high_p = exp2(f32(f32(scores[4 * j + 2] - high_max) * scale))
-                    high_q = exp2(f32(f32(scores[4 * j + 3] - high_max) * scale))
-                    low_p = low_p if seen else f32(0)
-                    low_q = low_q if seen_next else f32(0)
-                    high_p = high_p if seen else f32(0)
-                    high_q = high_q if seen_next else f32(0)
-                    low_sum = f32(low_sum + f32(low_p + low_q))
-                    high_sum = f32(high_sum + f32(high_p + high_q))
-                    packed[2 * j] = pack_bf16x2(low_p, low_q)
-                    packed[2 * j + 1] = pack_bf16x2(high_p, high_q)
+                    row0_p = exp2(f32(f32(scores[4 * j] - row0_max) * scale))
+                    row0_q = exp2(f32(f32(scores[4 * j + 1] - row0_max) * scale))
+                    row8_p = exp2(f32(f32(scores[4 * j + 2] - row8_max) * scale))
+                    row8_q = exp2(f32(f32(scores[4 * j + 3] - row8_max) * scale))
+                    row0_p = row0_p if seen else f32(0)
+                    row0_q = row0_q if seen_next else f32(0)
+                    row8_p = row8_p if seen else f32(0)
+                    row8_q = row8_q if seen_next else f32(0)
+                    row0_sum = f32(row0_sum + f32(row0_p + row0_q))
+                    row8_sum = f32(row8_sum + f32(row8_p + row8_q))
+                    packed[2 * j] = pack_bf16x2(row0_p, row0_q)
+                    packed[2 * j + 1] = pack_bf16x2(row8_p, row8_q)
                 for step in static_range(TILE // 16):
                     a = (
                         packed[4 * step],
@@ -240,21 +243,21 @@ def _draft_attention(*, size: int, warps: int):
                     for i in static_range(VALUE_TILES // 2):
                         unit = u32(u32(v_unit + u32(2 * i)) ^ u32(v_row & u32(SWIZZLE)))
                         b = ldmatrix_x4_trans(u32(v_at + u32(unit << u32(4))))
-                        sums = mix(i, sums, a, b)
-            turn = u32(turn + u32(1))
+                        sums = pv(i, sums, a, b)
+            tile = u32(tile + u32(1))
 
         for step in static_range(2):
-            low_sum = f32(low_sum + cuda.shfl_xor_sync(FULL, low_sum, 1 << step))
-            high_sum = f32(high_sum + cuda.shfl_xor_sync(FULL, high_sum, 1 << step))
+            row0_sum = f32(row0_sum + cuda.shfl_xor_sync(FULL, row0_sum, 1 << step))
+            row8_sum = f32(row8_sum + cuda.shfl_xor_sync(FULL, row8_sum, 1 << step))
         for half in static_range(2):
-            m = u32(low + u32(8 * half))
+            m = u32(row0 + u32(8 * half))
             if m < count:
                 row = u32(u32(request * slots) + u32(m // shared_by))
                 head = u32(u32(group * shared_by) + u32(m % shared_by))
                 at = u64(u64(u64(row) * u64(MAX_SPLITS) + u64(split)) * u64(heads) + u64(head))
                 if pair == u32(0):
-                    largest = high_max if half == 1 else low_max
-                    total = high_sum if half == 1 else low_sum
+                    largest = row8_max if half == 1 else row0_max
+                    total = row8_sum if half == 1 else row0_sum
                     store_global_v2(
                         address(stats, u64(at * u64(2))), f32_to_bits(largest), f32_to_bits(total)
                     )
@@ -280,7 +283,7 @@ def _draft_fold(
     size: u32,
     o: ptr[u16],  # [requests * slots, heads, size], out
 ):
-    """A thread folds the ranges of four columns of one head, in ascending order."""
+    """A thread folds the splits of four columns of one head, in ascending order."""
     pdl_launch_dependents()
     pdl_wait()
     row = u32(cuda.blockIdx.x)
@@ -291,13 +294,35 @@ def _draft_fold(
         return
     length = u32(u32(prefix_len[u32(row // slots)]) + slots)
     splits = splits_of(u32(u32(length + u32(TILE - 1)) // u32(TILE)))
+    here = u64(u64(u64(row) * u64(MAX_SPLITS)) * u64(heads) + u64(head))
+    its_stats = advance(stats, u64(here * u64(2)))
+    largest = f32(NO_MAXIMUM)
+    split = u32(0)
+    while split < splits:
+        largest = max(largest, its_stats[u32(u32(split * heads) << u32(1))])
+        split = u32(split + u32(1))
+    result = cuda.local.array(4, f32)
+    for i in static_range(4):
+        result[i] = f32(0)
+    total = f32(0)
     column = u64(u32(u32(quad % quads) << u32(2)))
-    folded = fold_splits(partial, stats, row, heads, head, size, column, splits, scale)
+    split = u32(0)
+    while split < splits:
+        at = u32(u32(split * heads) << u32(1))
+        factor = exp2(f32(f32(its_stats[at] - largest) * scale))
+        total = fma(factor, its_stats[u32(at + u32(1))], total)
+        source = u64(u64(u64(here + u64(u32(split * heads))) * u64(size)) + column)
+        four = load_global_v4(address(partial, source))
+        for i in static_range(4):
+            result[i] = fma(factor, bits_to_f32(four[i]), result[i])
+        split = u32(split + u32(1))
+    for i in static_range(4):
+        result[i] = f32(result[i] / total)
     into = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(size))
     store_global_v2(
         address(o, u64(into + column)),
-        pack_bf16x2(f32(folded[0] / folded[4]), f32(folded[1] / folded[4])),
-        pack_bf16x2(f32(folded[2] / folded[4]), f32(folded[3] / folded[4])),
+        pack_bf16x2(result[0], result[1]),
+        pack_bf16x2(result[2], result[3]),
     )
 
 

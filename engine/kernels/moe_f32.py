@@ -10,7 +10,7 @@ alone, not on the slots that share its block.
 from engine.activation import silu
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, static_range, u32, u64
 from engine.kernels.moe_combine import moe_combine
-from engine.kernels.moe_route import max_blocks, route_share
+from engine.kernels.moe_route import max_blocks, moe_route_share
 from engine.ptx import (
     address,
     fma_dot4,
@@ -164,7 +164,7 @@ def moe_f32_share(
         )
     if hidden % 4 or inner % 4:
         raise NotImplementedError(f"moe_f32: hidden {hidden} and inner {inner}, not multiples of 4")
-    route_share(
+    moe_route_share(
         experts, None, first=first, count=count, width=WIDTH,
         block_expert=block_expert, block_slot=block_slot, x_permuted=None, stream=stream,
     )  # fmt: skip

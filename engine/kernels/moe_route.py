@@ -176,25 +176,27 @@ def moe_prepare(
     )  # fmt: skip
 
 
-def route_share(
+def moe_route_share(
     experts, x, *, first: int, count: int, width: int, block_expert, block_slot, x_permuted,
     stream=None,
 ) -> None:  # fmt: skip
     """`moe_prepare`, or without x and x_permuted (None) `moe_route`, for the `count` experts from
     `first` on: those are numbered from 0 in block_expert, slots of others go nowhere."""
     dims = check(
-        "route_share",
+        "moe_route_share",
         experts=(experts, "rows top_k", "int32"),
         block_expert=(block_expert, "blocks", "int32"),
         block_slot=(block_slot, f"blocks {width}", "int32"),
     )
     groups = 0
     if x is not None:
-        groups = check("route_share", x=(x, "rows hidden", "bfloat16"))["hidden"] // GROUP
-        check("route_share", x_permuted=(x_permuted, f"rows {padded(groups * GROUP)}", "bfloat16"))
+        groups = check("moe_route_share", x=(x, "rows hidden", "bfloat16"))["hidden"] // GROUP
+        check(
+            "moe_route_share", x_permuted=(x_permuted, f"rows {padded(groups * GROUP)}", "bfloat16")
+        )
     _launch(
-        "route_share", experts, count, width, block_expert, block_slot, x, groups, x_permuted, dims,
-        stream, first,
+        "moe_route_share", experts, count, width, block_expert, block_slot, x, groups, x_permuted,
+        dims, stream, first,
     )  # fmt: skip
 
 

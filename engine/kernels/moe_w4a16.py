@@ -3,7 +3,7 @@
 expert(h) = W_down act(silu(W_gate h) * (W_up h)), W = RN_bf16(q s), fp32 accumulation, act = bf16.
 Four launches, sized by shapes alone, so that a CUDA graph can hold them:
 
-1. route_share: slots (row, choice) grouped by expert into blocks, activations permuted;
+1. moe_route_share: slots (row, choice) grouped by expert into blocks, activations permuted;
 2. gate_up: a block of slots times 16 rows of gate and the same 16 of up (8 and 8 where there is one
    row of x); SwiGLU on the fp32 sums, rounded once to bf16, stored in the order that the next GEMM
    reads;
@@ -33,7 +33,7 @@ from engine.device import (
 )
 from engine.int4 import FRAGMENT, GROUP, add_slices, expert_rows, keep_slice, padded, place_in_row
 from engine.kernels.moe_combine import moe_combine
-from engine.kernels.moe_route import max_blocks, route_share
+from engine.kernels.moe_route import max_blocks, moe_route_share
 from engine.ptx import (
     address,
     f32_to_bf16,
@@ -114,7 +114,7 @@ def _gate_up(*, k: int, columns: int, tiles: int):
         t = u32(lane & u32(3))
         block = u32(cuda.blockIdx.y)
         # In this order: `down` reads the blocks before its own wait, so it must not begin until
-        # route_share, which makes them, is done.
+        # moe_route_share, which makes them, is done.
         pdl_wait()
         pdl_launch_dependents()
         expert = i32(block_expert[block])
@@ -189,7 +189,7 @@ def _down(*, k: int, columns: int, tiles: int):
         t = u32(lane & u32(3))
         block = u32(cuda.blockIdx.y)
         # Blocks are read before the wait (in multiply): gate_up lets this kernel begin only after
-        # route_share is done. So weights are fetched while gate_up ends.
+        # moe_route_share is done. So weights are fetched while gate_up ends.
         expert = i32(block_expert[block])
         if expert >= i32(0):
             first_row = u32(u32(cuda.blockIdx.x) * u32(16 * tiles))
@@ -342,7 +342,7 @@ def moe_w4a16_share(
         )
     if width not in WIDTHS:
         raise ValueError(f"moe_w4a16: block_slot is {width} wide, expected 8 or 16")
-    route_share(
+    moe_route_share(
         experts, x, first=first, count=count, width=width,
         block_expert=block_expert, block_slot=block_slot, x_permuted=x_permuted, stream=stream,
     )  # fmt: skip

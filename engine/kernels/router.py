@@ -50,7 +50,7 @@ def _router(*, per_lane: int, parts: int):
     ):
         pdl_launch_dependents()
         scores = cuda.local.array(per_lane, f32)
-        steer = cuda.local.array(per_lane, f32)  # the bias
+        biases = cuda.local.array(per_lane, f32)
         keys = cuda.local.array(per_lane, u32)  # order as s + bias; 0 once chosen, or no expert
         chosen = cuda.shared.array(MAX_TOP_K, f32)
         row = u32(cuda.blockIdx.x)
@@ -58,7 +58,7 @@ def _router(*, per_lane: int, parts: int):
         before = u32(u32(u32(1) << lane) - u32(1))  # the lanes below
         bad = u32(0)
         for j in static_range(per_lane):  # the bias is known before the previous kernel is done
-            steer[j] = bias[min(u32(lane + u32(32 * j)), u32(count - u32(1)))]
+            biases[j] = bias[min(u32(lane + u32(32 * j)), u32(count - u32(1)))]
         pdl_wait()
         for j in static_range(per_lane):  # loads alone, so that all are in flight at once
             at = u32(u32(row * count) + min(u32(lane + u32(32 * j)), u32(count - u32(1))))
@@ -70,7 +70,7 @@ def _router(*, per_lane: int, parts: int):
             expert = u32(lane + u32(32 * j))
             score = f32(f32(1) / f32(f32(1) + f32(math.exp(f32(-scores[j])))))
             scores[j] = score
-            rank_by = f32(score + steer[j])
+            rank_by = f32(score + biases[j])
             if rank_by != rank_by:
                 bad = u32(1)
             keys[j] = order_key(f32_to_bits(rank_by))

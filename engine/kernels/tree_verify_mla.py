@@ -8,15 +8,15 @@ time; there is no mask to get wrong. Per head
 with fp32 accumulators; the probabilities are rounded to the activation type before they meet the
 values (the first `rank` columns of the keys), the divisor adds them unrounded.
 
-Decomposition. 64 keys are a tile; L alone says how many ranges of tiles (at most MAX_SPLITS) a row
-is cut into and where. A block takes one range of one row, all heads (they share the key list: one
-M tile of the tensor core), and runs the online softmax over its tiles in order. The ranges' (m, l,
+Decomposition. 64 keys are a tile; L alone says how many splits (at most MAX_SPLITS) a row has
+and where they end. A block takes one split of one row, all heads (they share the key list: one
+M tile of the tensor core), and runs the online softmax over its tiles in order. The splits' (m, l,
 unnormalised o) go to scratch in fp32 and a second kernel folds them in ascending order. A row's
 bits follow from its query and its ordered list of keys: never from other rows, the number of rows,
 where the prefix ends and the window starts, pages, or the request it belongs to.
 
 A row past row_start[-1] and a row that sees no key give zeros. A node that the mask has no bit for,
-or beyond MAX_NODES, gives NaN. Every visible position needs a page (slot_mapping reports those
+or beyond MAX_WINDOW, gives NaN. Every visible position needs a page (slot_mapping reports those
 without one).
 """
 
@@ -74,13 +74,12 @@ from engine.splits import (
     MAX_SPLITS,
     NO_MAXIMUM,
     SPLIT_TILES,
-    fold_splits,
     splits_of,
 )
 from engine.warp import FULL
 
 TILE = 64  # keys
-MAX_NODES = 288  # a budget of 256 and the root need nine words of mask
+MAX_WINDOW = 288  # a budget of 256 and the root need nine words of mask
 NO_SLOT = 0xFFFFFFFF
 CHUNK_BYTES = 128  # 64 bf16 columns: a row of a shared tile, swizzled in 16-byte units
 SIMT_THREADS = 128
@@ -110,7 +109,7 @@ def _seen_word(ancestors, first_word, node, word):
 def _nodes_seen(ancestors, first_word, node, words):
     """How many window rows a node sees; 0 if the mask has no bit for it."""
     count = u32(0)
-    if node < u32(words * u32(32)) and node < u32(MAX_NODES):
+    if node < u32(words * u32(32)) and node < u32(MAX_WINDOW):
         word = u32(0)
         while word <= u32(node >> u32(5)):
             count = u32(count + popc(_seen_word(ancestors, first_word, node, word)))
@@ -122,7 +121,7 @@ def _nodes_seen(ancestors, first_word, node, words):
 def _gather_path(path, ancestors, first_word, node, words, threads):
     """path[i] = i-th window row, ascending, that the node sees."""
     i = u32(cuda.threadIdx.x)
-    while i <= node and i < u32(words * u32(32)) and i < u32(MAX_NODES):
+    while i <= node and i < u32(words * u32(32)) and i < u32(MAX_WINDOW):
         bits = _seen_word(ancestors, first_word, node, u32(i >> u32(5)))
         if u32(bits >> u32(i & u32(31))) & u32(1) != u32(0):
             below = u32(u32(u32(1) << u32(i & u32(31))) - u32(1))
@@ -173,25 +172,25 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
     P_AT = K_AT + 2 * K_BYTES
     MAX_AT = P_AT + heads_tile * CHUNK_BYTES
     PATH_AT = MAX_AT + COLUMN_WARPS * heads_tile * 4
-    SHARED = PATH_AT + MAX_NODES * 4
+    SHARED = PATH_AT + MAX_WINDOW * 4
     STEP = 4 if VALUE_TILES == 4 else 2  # value tiles of one product
     zero_scores, zero_sums = zeros(f32, 4 * KEY_TILES), zeros(f32, 4 * VALUE_TILES)
-    score = mma_bf16_tiles(1, KEY_TILES)
-    mix = mma_bf16_slice(VALUE_TILES, STEP)
+    qk = mma_bf16_tiles(1, KEY_TILES)
+    pv = mma_bf16_slice(VALUE_TILES, STEP)
     rescale = scale_rows(VALUE_TILES)
     wait_for_tile = cp_async_wait(0)
-    score_tile = mix_tile = None
+    qk_tile = pv_tile = None
     if wgmma:  # 16 columns a step: 32 bytes of a chunk, four steps to a chunk
         steps = [
             (s // 4 * Q_CHUNK + s % 4 * 32, s // 4 * K_CHUNK + s % 4 * 32)
             for s in range(WIDTH // 16)
         ]
-        score_tile = wgmma_bf16(8 * KEY_TILES, steps, accumulate=False, transposed=False)
+        qk_tile = wgmma_bf16(8 * KEY_TILES, steps, accumulate=False, transposed=False)
         steps = [(s * 32, s * 16 * CHUNK_BYTES) for s in range(TILE // 16)]
-        mix_tile = wgmma_bf16(8 * VALUE_TILES, steps, accumulate=True, transposed=True)
+        pv_tile = wgmma_bf16(8 * VALUE_TILES, steps, accumulate=True, transposed=True)
 
     @function
-    def look_up(
+    def slots_of_tile(
         slots, tile, copy_row, length, path, page_table, first_page, prefix, page_shift
     ):  # fmt: skip
         """Cache slots of the keys of a tile that this thread copies."""
@@ -202,7 +201,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                 slots[i] = _slot_of(path, page_table, first_page, prefix, page_shift, at)
 
     @function
-    def fetch(place, cache_from, unit, slots):
+    def issue_copies(place, cache_from, unit, slots):
         """Start this thread's copies of a tile."""
         for i in static_range(KEYS_A_THREAD):
             taken = u32(16) if slots[i] != u32(NO_SLOT) else u32(0)
@@ -292,50 +291,50 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         a_row = u32(u32(row_warp * u32(16)) + u32(lane & u32(15)))
         a_from = u32(shared + u32(a_row * u32(CHUNK_BYTES)))
         a_swizzle = u32(u32(u32(lane >> u32(4)) ^ u32(a_row & u32(7))) << u32(4))
-        # B of the scores: 16 keys x 16 columns.
+        # B of QK: 16 keys x 16 columns.
         b_row = u32(u32(lane & u32(7)) + u32(u32(lane >> u32(4)) << u32(3)))
         b_row = u32(b_row + u32(column_warp * u32(TILE // COLUMN_WARPS)))
         b_swizzle = u32(u32(u32(u32(lane >> u32(3)) & u32(1)) ^ u32(b_row & u32(7))) << u32(4))
-        # B of the mix, transposed: 16 keys x 16 value columns.
+        # B of PV, transposed: 16 keys x 16 value columns.
         v_row = u32(lane & u32(15))
         v_tile = u32(column_warp * u32(VALUE_TILES))  # 8 in a chunk
         v_swizzle = u32(u32(u32(v_tile & u32(7)) + u32(lane >> u32(4))) ^ u32(v_row & u32(7)))
         v_swizzle = u32(v_swizzle << u32(4))
         v_from = u32(u32(u32(v_tile >> u32(3)) * u32(K_CHUNK)) + u32(v_row * u32(CHUNK_BYTES)))
-        # Sums: a lane has two columns, `pair` and the next, of heads low_row and low_row + 8; what
-        # is called low_ belongs to the first head, high_ to the second.
-        low_row = u32(u32(row_warp * u32(16)) + u32(lane >> u32(2)))
+        # Sums: a lane has two columns, `pair` and the next, of heads row0 and row0 + 8; what
+        # is called row0_ belongs to the first head, row8_ to the second.
+        row0 = u32(u32(row_warp * u32(16)) + u32(lane >> u32(2)))
         pair = u32(u32(lane & u32(3)) << u32(1))
         key_of_pair = u32(u32(column_warp * u32(TILE // COLUMN_WARPS)) + pair)
 
         sums = zero_sums()
-        low_max, high_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
-        low_sum, high_sum = f32(0), f32(0)
+        row0_max, row8_max = f32(NO_MAXIMUM), f32(NO_MAXIMUM)
+        row0_sum, row8_sum = f32(0), f32(0)
         slots = cuda.local.array(KEYS_A_THREAD, u32)  # of this thread's keys in the next tile
         first_page = u32(request * max_pages)
-        look_up(
+        slots_of_tile(
             slots, first, copy_row, length, path, page_table, first_page, prefix, page_shift
         )  # fmt: skip
-        turn = first
-        while turn <= last:  # tile `turn` is fetched while tile turn - 1 is used
+        tile = first
+        while tile <= last:  # tile `tile` is fetched while the one before is used
             wait_for_tile()
             if wgmma:
                 fence_async()
             cuda.syncthreads()
-            place = u32(shared + copy_to + u32(u32(turn & u32(1)) * u32(K_BYTES)) + u32(K_AT))
+            place = u32(shared + copy_to + u32(u32(tile & u32(1)) * u32(K_BYTES)) + u32(K_AT))
             if not wgmma:
-                if turn < last:
-                    fetch(place, cache_from, unit, slots)
-                    look_up(
-                        slots, u32(turn + u32(1)), copy_row, length, path, page_table, first_page,
+                if tile < last:
+                    issue_copies(place, cache_from, unit, slots)
+                    slots_of_tile(
+                        slots, u32(tile + u32(1)), copy_row, length, path, page_table, first_page,
                         prefix, page_shift,
                     )  # fmt: skip
-            if turn > first:
-                keys = u32(shared + u32(u32(u32(turn - u32(1)) & u32(1)) * u32(K_BYTES)))
+            if tile > first:
+                keys = u32(shared + u32(u32(u32(tile - u32(1)) & u32(1)) * u32(K_BYTES)))
                 keys = u32(keys + u32(K_AT))
                 if wgmma:
                     its_keys = u32(keys + u32(column_warp * u32(8 * KEY_TILES * CHUNK_BYTES)))
-                    scores = score_tile(
+                    scores = qk_tile(
                         matrix_descriptor(shared, u32(0), u32(8 * CHUNK_BYTES)),
                         matrix_descriptor(its_keys, u32(0), u32(8 * CHUNK_BYTES)),
                     )
@@ -353,7 +352,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                             b = ldmatrix_x4(u32(k_at + at))
                             for j in static_range(1, KEY_TILES // 2):
                                 b = b + ldmatrix_x4(u32(k_at + at + u32(16 * j * CHUNK_BYTES)))
-                            scores = score(scores, a, b)
+                            scores = qk(scores, a, b)
                         chunk = u32(chunk + u32(1))
                     for step in static_range(WIDTH % 64 // 16):
                         at = u32(a_swizzle ^ u32(32 * step))
@@ -363,68 +362,66 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                         b = ldmatrix_x4(at)
                         for j in static_range(1, KEY_TILES // 2):
                             b = b + ldmatrix_x4(u32(at + u32(16 * j * CHUNK_BYTES)))
-                        scores = score(scores, a, b)
+                        scores = qk(scores, a, b)
 
                 # Maximum of each row over the tile: 4 lanes hold it, in each of the column warps.
-                left = u32(length - u32(u32(turn - u32(1)) << u32(6)))  # keys of this tile
-                low_new, high_new = low_max, high_max
+                left = u32(length - u32(u32(tile - u32(1)) << u32(6)))  # keys of this tile
+                row0_new, row8_new = row0_max, row8_max
                 for j in static_range(KEY_TILES):
                     for e in static_range(2):
                         if u32(key_of_pair + u32(8 * j + e)) < left:
-                            low_new = max(low_new, scores[4 * j + e])
-                            high_new = max(high_new, scores[4 * j + 2 + e])
+                            row0_new = max(row0_new, scores[4 * j + e])
+                            row8_new = max(row8_new, scores[4 * j + 2 + e])
                 for step in static_range(2):
-                    low_new = max(low_new, cuda.shfl_xor_sync(FULL, low_new, 1 << step))
-                    high_new = max(high_new, cuda.shfl_xor_sync(FULL, high_new, 1 << step))
+                    row0_new = max(row0_new, cuda.shfl_xor_sync(FULL, row0_new, 1 << step))
+                    row8_new = max(row8_new, cuda.shfl_xor_sync(FULL, row8_new, 1 << step))
                 if pair == u32(0):
-                    at = u32(u32(column_warp * u32(heads_tile)) + low_row)
-                    maxima[at] = low_new
-                    maxima[u32(at + u32(8))] = high_new
+                    at = u32(u32(column_warp * u32(heads_tile)) + row0)
+                    maxima[at] = row0_new
+                    maxima[u32(at + u32(8))] = row8_new
                 cuda.syncthreads()
                 for j in static_range(COLUMN_WARPS):
-                    low_new = max(low_new, maxima[u32(low_row + u32(j * heads_tile))])
-                    high_new = max(high_new, maxima[u32(low_row + u32(j * heads_tile + 8))])
-                low_factor = exp2(f32(f32(low_max - low_new) * scale))
-                high_factor = exp2(f32(f32(high_max - high_new) * scale))
-                low_max, high_max = low_new, high_new
-                low_sum, high_sum = f32(low_sum * low_factor), f32(high_sum * high_factor)
-                sums = rescale(sums, low_factor, high_factor)
+                    row0_new = max(row0_new, maxima[u32(row0 + u32(j * heads_tile))])
+                    row8_new = max(row8_new, maxima[u32(row0 + u32(j * heads_tile + 8))])
+                row0_factor = exp2(f32(f32(row0_max - row0_new) * scale))
+                row8_factor = exp2(f32(f32(row8_max - row8_new) * scale))
+                row0_max, row8_max = row0_new, row8_new
+                row0_sum, row8_sum = f32(row0_sum * row0_factor), f32(row8_sum * row8_factor)
+                sums = rescale(sums, row0_factor, row8_factor)
 
-                p_at = u32(
-                    shared + u32(low_row * u32(CHUNK_BYTES)) + u32(P_AT) + u32(pair << u32(1))
-                )
+                p_at = u32(shared + u32(row0 * u32(CHUNK_BYTES)) + u32(P_AT) + u32(pair << u32(1)))
                 for j in static_range(KEY_TILES):
                     seen = u32(key_of_pair + u32(8 * j)) < left
                     seen_next = u32(key_of_pair + u32(8 * j + 1)) < left
-                    low_p = exp2(f32(f32(scores[4 * j] - low_max) * scale))
-                    low_q = exp2(f32(f32(scores[4 * j + 1] - low_max) * scale))
-                    high_p = exp2(f32(f32(scores[4 * j + 2] - high_max) * scale))
-                    high_q = exp2(f32(f32(scores[4 * j + 3] - high_max) * scale))
-                    low_p = low_p if seen else f32(0)
-                    low_q = low_q if seen_next else f32(0)
-                    high_p = high_p if seen else f32(0)
-                    high_q = high_q if seen_next else f32(0)
-                    low_sum = f32(low_sum + f32(low_p + low_q))
-                    high_sum = f32(high_sum + f32(high_p + high_q))
+                    row0_p = exp2(f32(f32(scores[4 * j] - row0_max) * scale))
+                    row0_q = exp2(f32(f32(scores[4 * j + 1] - row0_max) * scale))
+                    row8_p = exp2(f32(f32(scores[4 * j + 2] - row8_max) * scale))
+                    row8_q = exp2(f32(f32(scores[4 * j + 3] - row8_max) * scale))
+                    row0_p = row0_p if seen else f32(0)
+                    row0_q = row0_q if seen_next else f32(0)
+                    row8_p = row8_p if seen else f32(0)
+                    row8_q = row8_q if seen_next else f32(0)
+                    row0_sum = f32(row0_sum + f32(row0_p + row0_q))
+                    row8_sum = f32(row8_sum + f32(row8_p + row8_q))
                     at = u32(u32(column_warp * u32(KEY_TILES)) + u32(j))
-                    at = u32(u32(at ^ u32(low_row & u32(7))) << u32(4))
-                    store_shared_u32(u32(p_at + at), pack_bf16x2(low_p, low_q))
+                    at = u32(u32(at ^ u32(row0 & u32(7))) << u32(4))
+                    store_shared_u32(u32(p_at + at), pack_bf16x2(row0_p, row0_q))
                     at = u32(at + u32(8 * CHUNK_BYTES))
-                    store_shared_u32(u32(p_at + at), pack_bf16x2(high_p, high_q))
+                    store_shared_u32(u32(p_at + at), pack_bf16x2(row8_p, row8_q))
                 if wgmma:
                     fence_async()
                 cuda.syncthreads()
             if wgmma:  # the fence of the probabilities would wait for these copies
-                if turn < last:
-                    fetch(place, cache_from, unit, slots)
-                    look_up(
-                        slots, u32(turn + u32(1)), copy_row, length, path, page_table, first_page,
+                if tile < last:
+                    issue_copies(place, cache_from, unit, slots)
+                    slots_of_tile(
+                        slots, u32(tile + u32(1)), copy_row, length, path, page_table, first_page,
                         prefix, page_shift,
                     )  # fmt: skip
-            if turn > first:
+            if tile > first:
                 if wgmma:
                     its_values = u32(keys + u32(column_warp * u32(VALUE_TILES // 8 * K_CHUNK)))
-                    sums = mix_tile(
+                    sums = pv_tile(
                         sums,
                         matrix_descriptor(u32(shared + u32(P_AT)), u32(0), u32(8 * CHUNK_BYTES)),
                         matrix_descriptor(its_values, u32(K_CHUNK), u32(8 * CHUNK_BYTES)),
@@ -441,28 +438,28 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                             )
                             if STEP == 4:
                                 b = b + ldmatrix_x4_trans(u32(at + u32(v_swizzle ^ u32(32))))
-                            sums = mix(i, sums, a, b)
-            turn = u32(turn + u32(1))
+                            sums = pv(i, sums, a, b)
+            tile = u32(tile + u32(1))
 
-        # The range's result. Sums of a row: 4 lanes in each of the column warps, ascending.
+        # The split's result. Sums of a row: 4 lanes in each of the column warps, ascending.
         for step in static_range(2):
-            low_sum = f32(low_sum + cuda.shfl_xor_sync(FULL, low_sum, 1 << step))
-            high_sum = f32(high_sum + cuda.shfl_xor_sync(FULL, high_sum, 1 << step))
+            row0_sum = f32(row0_sum + cuda.shfl_xor_sync(FULL, row0_sum, 1 << step))
+            row8_sum = f32(row8_sum + cuda.shfl_xor_sync(FULL, row8_sum, 1 << step))
         cuda.syncthreads()
         if pair == u32(0):
-            at = u32(u32(column_warp * u32(heads_tile)) + low_row)
-            maxima[at] = low_sum
-            maxima[u32(at + u32(8))] = high_sum
+            at = u32(u32(column_warp * u32(heads_tile)) + row0)
+            maxima[at] = row0_sum
+            maxima[u32(at + u32(8))] = row8_sum
         cuda.syncthreads()
         first_head = u64(u64(u64(row) * u64(MAX_SPLITS) + u64(split)) * u64(heads))
         if pair == u32(0) and column_warp == u32(0):
             for half in static_range(2):
-                head = u32(low_row + u32(8 * half))
+                head = u32(row0 + u32(8 * half))
                 if head < heads:
                     total = f32(0)
                     for j in static_range(COLUMN_WARPS):
                         total = f32(total + maxima[u32(head + u32(j * heads_tile))])
-                    largest = high_max if half == 1 else low_max
+                    largest = row8_max if half == 1 else row0_max
                     store_global_v2(
                         address(stats, u64(u64(first_head + u64(head)) * u64(2))),
                         f32_to_bits(largest),
@@ -470,7 +467,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                     )
         column = u32(u32(column_warp * u32(8 * VALUE_TILES)) + pair)
         for half in static_range(2):
-            head = u32(low_row + u32(8 * half))
+            head = u32(row0 + u32(8 * half))
             if head < heads:
                 into = address(partial, u64(u64(first_head + u64(head)) * u64(rank) + u64(column)))
                 for j in static_range(VALUE_TILES):
@@ -502,8 +499,8 @@ def _tree_verify_mla_f32(
     partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
     stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2], out
 ):
-    """One block a row, range and head: two threads share a key's score, a thread owns columns."""
-    path = cuda.shared.array(MAX_NODES, u32)
+    """One block a row, split and head: two threads share a key's score, a thread owns columns."""
+    path = cuda.shared.array(MAX_WINDOW, u32)
     slots = cuda.shared.array(TILE, u32)
     halves = cuda.shared.array(SIMT_THREADS, f32)
     probabilities = cuda.shared.array(TILE, f32)
@@ -600,14 +597,13 @@ def _fold(*, bf16: bool):
         rank: u32,  # a multiple of 4
         o: ptr[o_type],  # [rows, heads, rank], out
     ):
-        """A thread folds the ranges of four columns of one head, in ascending order."""
+        """A thread folds the splits of four columns of one head, in ascending order."""
         row = u32(cuda.blockIdx.x)
         quad = u32(u32(u32(cuda.blockIdx.y) * u32(FOLD_THREADS)) + u32(cuda.threadIdx.x))
         quads = u32(rank >> u32(2))
         head = u32(quad // quads)
         if head >= heads:
             return
-        column = u64(u32(u32(quad % quads) << u32(2)))
         result = cuda.local.array(4, f32)
         for i in static_range(4):
             result[i] = f32(0)
@@ -617,15 +613,33 @@ def _fold(*, bf16: bool):
             seen = _nodes_seen(ancestors, u32(row * words), node, words)
             tiles = u32(u32(u32(prefix_len[request]) + seen + u32(TILE - 1)) >> u32(6))
             splits = splits_of(tiles) if tiles > u32(0) else u32(0)
-            folded = fold_splits(partial, stats, row, heads, head, rank, column, splits, scale)
+            here = u64(u64(u64(row) * u64(MAX_SPLITS)) * u64(heads) + u64(head))
+            its_stats = advance(stats, u64(here * u64(2)))
+            largest = f32(NO_MAXIMUM)
+            split = u32(0)
+            while split < splits:
+                largest = max(largest, its_stats[u32(u32(split * heads) << u32(1))])
+                split = u32(split + u32(1))
+            total = f32(0)
+            split = u32(0)
+            while split < splits:
+                at = u32(u32(split * heads) << u32(1))
+                factor = exp2(f32(f32(its_stats[at] - largest) * scale))
+                total = fma(factor, its_stats[u32(at + u32(1))], total)
+                source = u64(u64(here + u64(u32(split * heads))) * u64(rank))
+                source = u64(source + u64(u32(u32(quad % quads) << u32(2))))
+                four = load_global_v4(address(partial, source))
+                for i in static_range(4):
+                    result[i] = fma(factor, bits_to_f32(four[i]), result[i])
+                split = u32(split + u32(1))
             if splits > u32(0):
                 for i in static_range(4):
-                    result[i] = f32(folded[i] / folded[4])
-            if node >= u32(words * u32(32)) or node >= u32(MAX_NODES):
+                    result[i] = f32(result[i] / total)
+            if node >= u32(words * u32(32)) or node >= u32(MAX_WINDOW):
                 for i in static_range(4):
                     result[i] = bits_to_f32(u32(0x7FC00000))
         into = u64(u64(u64(row) * u64(heads) + u64(head)) * u64(rank))
-        into = address(o, u64(into + column))
+        into = address(o, u64(into + u64(u32(u32(quad % quads) << u32(2)))))
         if bf16:
             store_global_v2(
                 into, pack_bf16x2(result[0], result[1]), pack_bf16x2(result[2], result[3])

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from engine import splits as splits_of_keys
 from engine.device import cdiv, empty, to_device
 from engine.kernels import gemm_bf16, moe_w4a16, tree_verify_mla, w4a16_gemm
 from goldens.numerics import Stream
@@ -30,13 +31,20 @@ from tests.scale.k26_layer import expand
 COLD_BYTES = 256 << 20
 
 
-def variant(module: ModuleType, folder: Path, **constants: str) -> ModuleType:
-    """The kernel file with other values of its constants, imported beside it."""
+def variant(
+    module: ModuleType, folder: Path, *, reads: ModuleType | None = None, **constants: str
+) -> ModuleType:
+    """The file with other values of its constants, imported beside it. reads: such a variant of a
+    module that it imports."""
     text = Path(str(module.__file__)).read_text()
+    if reads is not None:
+        origin = reads.__name__.partition("_")[0]
+        text = text.replace(f"from engine.{origin} import", f"from {reads.__name__} import")
     for name, value in constants.items():
         (line,) = [each for each in text.splitlines() if each.startswith(f"{name} = ")]
         text = text.replace(f"\n{line}\n", f"\n{name} = {value}\n")
-    name = "_".join([module.__name__.rpartition(".")[2], *constants.values()])
+    own = [*constants.values(), *([reads.__name__] if reads else [])]
+    name = "_".join([module.__name__.rpartition(".")[2], *own])
     path = folder / f"{name}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(name, path)
@@ -60,7 +68,8 @@ def attention(folder: Path, stream: Stream) -> Iterator[tuple[str, dict[str, lis
     for splits, tiles in ((32, 8), (64, 4), (4, 8)):
         constants = {"MAX_SPLITS": str(splits), "SPLIT_TILES": str(tiles)}
         name = f"{splits} splits of {tiles} tiles or more"
-        modules[name] = variant(tree_verify_mla, folder, **constants)
+        cut = variant(splits_of_keys, folder, **constants)
+        modules[name] = variant(tree_verify_mla, folder, reads=cut)
     for nodes, prefix in ((1, 4096), (1, 32768), (16, 4096), (16, 32768), (64, 32768)):
         keys = prefix + nodes
         pages = cdiv(keys, 64)

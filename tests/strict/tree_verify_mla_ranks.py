@@ -3,7 +3,8 @@
 import numpy as np
 
 from engine.device import copy_to_device, empty, to_device, to_host
-from engine.kernels.tree_verify_mla import MAX_SPLITS, tree_verify_mla_heads
+from engine.kernels.tree_verify_mla import tree_verify_mla_heads
+from engine.splits import MAX_SPLITS
 from tests.strict.ranks import unlike
 
 
