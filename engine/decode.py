@@ -31,18 +31,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from engine.device import cdiv, copy_to_device, empty, to_device, to_host
-from engine.draft import Ngram, Replay
-from engine.graph import Staged, download, pinned, upload
-from engine.kernels.cache_commit import cache_commit
+from engine.graph import Packed, Staged, download, pinned, upload
+from engine.kernels.cache_commit import ENTRY, cache_commit
 from engine.kernels.close_round import close_round
 from engine.kernels.embedding import embedding
-from engine.kernels.greedy_accept import greedy_accept
+from engine.kernels.greedy_accept import NODE, greedy_accept
 from engine.kernels.sample import sample
 from engine.kernels.tree_build import tree_build
 from engine.kernels.tree_verify_mla import MAX_WINDOW
@@ -89,23 +87,6 @@ class Decoded:
         return self.prompt + self.tokens
 
 
-class _Packed:
-    """int32 or fp32 arrays side by side, in one device buffer and in page-locked host memory: one
-    copy moves them all."""
-
-    def __init__(self, **shapes: tuple[tuple[int, ...], str]):
-        sizes = [int(np.prod(shape)) for shape, _ in shapes.values()]
-        self.flat = empty((sum(sizes),), "int32")
-        self.host = pinned(sum(sizes))
-        self.device, self.array = {}, {}
-        for (name, (shape, dtype)), size, end in zip(
-            shapes.items(), sizes, np.cumsum(sizes).tolist(), strict=True
-        ):
-            part = slice(end - size, end)
-            self.device[name] = self.flat[part].view(np.dtype(dtype)).reshape(shape)
-            self.array[name] = self.host[part].view(dtype).reshape(shape)
-
-
 class Step:
     """A round for trees of at most `nodes` nodes: its launches, and what they read and write.
 
@@ -120,8 +101,8 @@ class Step:
         self.path = min(nodes, decoder.length + 1)
         requests = decoder.requests
         each, trees = ((requests,), "int32"), ((requests, nodes), "int32")
-        self.sent = _Packed(budgets=each, reaches=each, floors=((nodes,), "float32"))
-        self.got = _Packed(
+        self.sent = Packed(budgets=each, reaches=each, floors=((nodes,), "float32"))
+        self.got = Packed(
             tree_tokens=trees,
             parents=trees,
             targets=trees,
@@ -230,11 +211,14 @@ class Step:
                 raise DecodeError(f"{where}, node {node}: {name} sets a status, see its file")
             if code := int(got["tree_status"][request]):
                 raise DecodeError(f"{where}: tree_build gives status {code}, see its file")
-            for name in ("accept", "commit"):
-                if code := int(got[name + "_status"][request]):
+            for name, file, of_node in (
+                ("accept", "greedy_accept", NODE),
+                ("commit", "cache_commit", ENTRY),
+            ):
+                if fault := int(got[name + "_status"][request]):
+                    node, code = divmod(fault, of_node)
                     raise DecodeError(
-                        f"{where}, node {code // 16}: {name} gives status {code % 16}, see "
-                        "greedy_accept and cache_commit"
+                        f"{where}, node {node}: {name} gives status {code}, see {file}"
                     )
         if hasattr(self.decoder.drafter, "check"):
             self.decoder.drafter.check(self)
@@ -286,7 +270,7 @@ class Decoder:
             taps=getattr(self.drafter, "taps", ()),
         )  # fmt: skip
         drafts = (requests, self.length, self.k)
-        self.proposals = _Packed(log_probs=(drafts, "float32"), tokens=(drafts, "int32"))
+        self.proposals = Packed(log_probs=(drafts, "float32"), tokens=(drafts, "int32"))
         self.log_probs = self.proposals.device["log_probs"]
         self.tokens = self.proposals.device["tokens"]
         self.root_tokens = empty((requests,), "int32")
@@ -592,76 +576,3 @@ class _Pace:
         with np.errstate(divide="ignore"):
             floors[1:] = np.log(price)
         return floors
-
-
-def decode_runs(
-    text,
-    prompt_start,
-    limits,
-    eos,
-    log_probs,
-    guesses,
-    *,
-    budget: int,
-    length: int,
-    chain: bool,
-    ngram: bool,
-    context: int,
-    temperature: float,
-    seed: int,
-    slope: float,
-    weights: Mapping[str, Any],
-    config: Config,
-    tokens,
-    ended,
-    trees,
-    parents,
-    accepted,
-    cache,
-    logits,
-    stream=None,
-) -> None:
-    """A whole run as a launcher, for specs of stage decode. Allocates: it stands for a process.
-
-    text [tokens] int32, request r from prompt_start[r], may generate limits[r]; eos [1] int32, -1
-    for none; log_probs fp32 and guesses int32 [requests, new, k], tables for engine.draft.Replay;
-    ngram: that drafter instead; context: 0 for what the model allows; slope: what a node costs, as
-    a share of a round without nodes, 0 for a fixed budget. Written: tokens [requests, new], ended
-    [requests] (0 eos, 1 limit, 2 context), trees and parents [requests, new, budget + 1], accepted
-    [requests, new, length + 1] int32, -1 where unused; cache [requests, layers, rows, rank + rope]
-    and logits [requests, new, vocab] fp32, 0 where unused.
-    """
-    given, starts = to_host(text), to_host(prompt_start).tolist()
-    prompts = [given[a:b].tolist() for a, b in pairwise(starts)]
-    drafter: Any = Replay(
-        list(to_host(log_probs)), list(to_host(guesses)), [len(p) for p in prompts], length
-    )
-    if ngram:
-        drafter = Ngram(length)
-    runs = decode(
-        weights, config, prompts, drafter, budget=budget, max_new=to_host(limits).tolist(),
-        mode="chain" if chain else "tree", eos=[t for t in to_host(eos).tolist() if t >= 0],
-        context=context or None, temperature=temperature, seed=seed,
-        costs=1 + slope * np.arange(budget + 1) if slope else None, page_size=4,
-    )  # fmt: skip
-    outputs = {
-        "tokens": tokens, "trees": trees, "parents": parents, "accepted": accepted, "cache": cache,
-        "logits": logits,
-    }  # fmt: skip
-    made = {
-        name: np.full(tuple(array.shape), -1 if array.dtype == np.int32 else 0, array.dtype)
-        for name, array in outputs.items()
-    }
-    for r, run in enumerate(runs):
-        count = len(run.tokens)
-        made["tokens"][r, :count], made["logits"][r, :count] = run.tokens, run.logits
-        for i, done in enumerate(run.rounds):
-            made["trees"][r, i, : len(done.tokens)] = done.tokens
-            made["parents"][r, i, : len(done.tokens)] = done.parents
-            made["accepted"][r, i, : len(done.accepted)] = done.accepted
-        if run.cache is not None:
-            made["cache"][r, :, : run.cache.shape[1]] = run.cache.astype(np.float32)
-    for name, out in outputs.items():
-        copy_to_device(made[name], out)
-    why = [(EOS, MAX_NEW, CONTEXT).index(run.ended) for run in runs]
-    copy_to_device(np.array(why, np.int32), ended)

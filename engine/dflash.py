@@ -132,7 +132,7 @@ class DFlash:
         position, slot = b.view("context_position", rows, dtype="int32"), self._slots(rows)
         mixed, c = b.activations("mixed", rows, hidden), b.activations("c", rows, hidden)
         launches = [
-            layers.gemm("fc", features, weights.fc, mixed),
+            *layers.gemm("fc", features, weights.fc, mixed),
             Launch("hidden_norm", partial(rms_norm, mixed, weights.hidden_norm, eps=eps, y=c)),
         ]
         for i, layer in enumerate(weights.layers):

@@ -10,13 +10,13 @@ wait. In the simulator launches run where they are queued, and times are the hos
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from engine.device import SIMULATED, copy_to_device, cuda, to_host
+from engine.device import SIMULATED, copy_to_device, cuda, empty, to_host
 from engine.layers import Launch
 
 
@@ -47,6 +47,23 @@ def download(device: Any, host: np.ndarray, *, stream: Any = None) -> None:
     _sound(driver.cuMemcpyDtoHAsync(host.ctypes.data, _address(device), host.nbytes, _raw(stream)))
 
 
+class Packed:
+    """int32 or fp32 arrays side by side, in one device buffer and in page-locked host memory: one
+    copy moves them all."""
+
+    def __init__(self, **shapes: tuple[tuple[int, ...], str]):
+        sizes = [int(np.prod(shape)) for shape, _ in shapes.values()]
+        self.flat = empty((sum(sizes),), "int32")
+        self.host = pinned(sum(sizes))
+        self.device, self.array = {}, {}
+        for (name, (shape, dtype)), size, end in zip(
+            shapes.items(), sizes, np.cumsum(sizes).tolist(), strict=True
+        ):
+            part = slice(end - size, end)
+            self.device[name] = self.flat[part].view(np.dtype(dtype)).reshape(shape)
+            self.array[name] = self.host[part].view(dtype).reshape(shape)
+
+
 class Staged:
     """Launches by stage. They read and write the same memory every time."""
 
@@ -61,14 +78,11 @@ class Staged:
         the simulator, where there is nothing to load, nothing runs."""
         if SIMULATED or self.direct or self._graph is not None:
             return
-        from cuda.core import LEGACY_DEFAULT_STREAM, Device
+        from cuda.core import LEGACY_DEFAULT_STREAM
 
         self._queue(LEGACY_DEFAULT_STREAM, captured=False)
         self.wait()
-        builder = Device().create_graph_builder()
-        builder.begin_building()
-        self._queue(builder, captured=True)
-        self._graph = builder.end_building().complete()
+        self._graph = recorded(partial(self._queue, captured=True))
         self._graph.launch(LEGACY_DEFAULT_STREAM)  # the first launch uploads it
         self.wait()
 
@@ -123,6 +137,16 @@ class Staged:
         flags = driver.CUevent_record_flags
         flag = flags.CU_EVENT_RECORD_EXTERNAL if captured else flags.CU_EVENT_RECORD_DEFAULT
         _sound(driver.cuEventRecordWithFlags(self._events[event].handle, _raw(stream), flag))
+
+
+def recorded(queue: Callable[[Any], None]) -> Any:
+    """The CUDA graph of what `queue` puts on the builder that it is given."""
+    from cuda.core import Device
+
+    builder = Device().create_graph_builder()
+    builder.begin_building()
+    queue(builder)
+    return builder.end_building().complete()
 
 
 def capture(launches: Sequence[Launch], builder: Any) -> None:

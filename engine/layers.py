@@ -14,7 +14,7 @@ large matrices; what follows a split matrix or kernel is a gather:
   mlp   its gate and up -> swiglu -> all columns -> its columns of delta -> delta
   moe   its experts' parts -> of its rows, the parts of all experts -> its rows of delta[0] -> all
 
-`Launch.shows` names arrays that are complete once a launch is done; a forward pass can record them.
+`Launch.records` names arrays that are complete once a launch is done, for a pass to record.
 """
 
 import math
@@ -46,7 +46,7 @@ Config = Mapping[str, Any]  # the public config.json's text_config, and lora_rms
 class Launch:
     name: str
     call: Callable[..., None]  # takes `stream`
-    shows: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
     beside: bool = False  # in a graph: beside the launches that follow, up to one that joins
     joins: bool = False  # waits for those beside
 
@@ -207,29 +207,25 @@ class Window:
     status: Callable[[str], Any]  # int32 [rows] for a launch's name
 
 
-def _call(function: Callable[..., None], *args: Any, **keywords: Any) -> Callable[..., None]:
-    return partial(function, *args, **keywords)
-
-
-def gemm(name: str, x: Any, w: Any, y: Any, **shows: Any) -> Launch:
+def gemm(name: str, x: Any, w: Any, y: Any, **records: Any) -> list[Launch]:
     """y = x w^T for weights that are not quantised, stored in y's dtype."""
     function = gemm_f32.gemm_f32 if w.dtype == "float32" else gemm_bf16.gemm_bf16
-    return Launch(name, _call(function, x, w, y=y), shows)
+    return [Launch(name, partial(function, x, w, y=y), records)]
 
 
-def project(name: str, x: Any, matrix: Matrix, y: Any, **shows: Any) -> list[Launch]:
+def project(name: str, x: Any, matrix: Matrix, y: Any, **records: Any) -> list[Launch]:
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
         calls = [
-            _call(w4a16_gemm, x[rows], matrix.qw, matrix.sc, y=y[0][rows])
+            partial(w4a16_gemm, x[rows], matrix.qw, matrix.sc, y=y[0][rows])
             for rows in _blocks(x.shape[0])
         ]
     elif matrix.w.dtype == "float32":
-        calls = [_call(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)]
+        calls = [partial(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)]
     else:
-        calls = [_call(gemm_bf16.gemm_bf16_parts, x, matrix.w, parts=matrix.parts, y=y)]
+        calls = [partial(gemm_bf16.gemm_bf16_parts, x, matrix.w, parts=matrix.parts, y=y)]
     launches = [Launch(name, call) for call in calls]
-    launches[-1].shows.update(shows)
+    launches[-1].records.update(records)
     return launches
 
 
@@ -247,36 +243,36 @@ def gathered(name: str, part: Any, whole: Any, b: Buffers, group: Any) -> list[L
     )  # fmt: skip
     whole = whole.reshape(flat.shape[0], group.world * width)
     return [
-        Launch(f"{name}.gather", _call(group.all_gather, flat, every)),
-        Launch(f"{name}.join", _call(join_columns, every, whole=whole)),
+        Launch(f"{name}.gather", partial(group.all_gather, flat, every)),
+        Launch(f"{name}.join", partial(join_columns, every, whole=whole)),
     ]
 
 
 def project_whole(
-    name: str, x: Any, matrix: Matrix, y: Any, b: Buffers, group: Any, **shows: Any
+    name: str, x: Any, matrix: Matrix, y: Any, b: Buffers, group: Any, **records: Any
 ) -> list[Launch]:
     """`project` into y [parts, rows, whole_n], wherever the matrix is."""
     if matrix.ranks is None:
-        return project(name, x, matrix, y, **shows)
+        return project(name, x, matrix, y, **records)
     part = b.view("projected", matrix.parts, x.shape[0], matrix.n)
     launches = [*project(name, x, matrix, part), *gathered(name, part, y, b, group)]
-    launches[-1].shows.update(shows)
+    launches[-1].records.update(records)
     return launches
 
 
 def attend(
-    name: str, query: Any, cache: Any, mixed: Any, window: Window, config: Config, b: Buffers
-) -> Launch:
-    """query [rows, heads, rank + rope] over the prefix and the ancestors -> mixed [.., rank]."""
-    rows, heads, rank = mixed.shape
-    call = _call(
+    name: str, query: Any, cache: Any, latent_out: Any, window: Window, config: Config, b: Buffers
+) -> list[Launch]:
+    """query [rows, heads, rank + rope] over prefix and ancestors -> latent_out [.., rank]."""
+    rows, heads, rank = latent_out.shape
+    call = partial(
         tree_verify_mla_heads, query, cache, window.page_table, window.row_start, window.prefix_len,
         window.ancestors, scale=softmax_scale(config), page_size=window.page_size,
-        of_heads=config["num_attention_heads"], o=mixed,
+        of_heads=config["num_attention_heads"], o=latent_out,
         partial=b.view("attention_partial", rows, MAX_SPLITS, heads, rank),
         stats=b.view("attention_stats", rows, MAX_SPLITS, heads, 2),
     )  # fmt: skip
-    return Launch(name, call)
+    return [Launch(name, call)]
 
 
 def routed_experts(
@@ -299,7 +295,7 @@ def routed_experts(
             key: b.view(f"experts_{key}", *shape, dtype=dtype)
             for key, (shape, dtype) in weights.scratch_shapes(rows.stop - rows.start).items()
         }
-        call = _call(
+        call = partial(
             function, h[rows], experts[rows], shares[rows], **weights.routed, **scratch, y=y[rows]
         )
         launches.append(Launch(name, call))
@@ -327,31 +323,31 @@ def _experts_of_ranks(
     launches = [
         Launch(
             name,
-            _call(
+            partial(
                 function, h, experts, **weights.routed, first=group.rank * weights.count,
                 **scratch, parts=used,
             ),
         ),
         Launch(
             f"{name}.exchange",
-            _call(group.exchange, parts, others, experts=experts, share=weights.count),
+            partial(group.exchange, parts, others, experts=experts, share=weights.count),
         ),
     ]  # fmt: skip
     if mine.start < mine.stop:
-        combine = _call(
+        combine = partial(
             moe_combine_ranks, others, experts[mine], shares[mine], count=weights.gate.n,
             y=own[: mine.stop - mine.start],
         )  # fmt: skip
         launches.append(Launch(f"{name}.combine", combine))
     if rows == world * each:
         whole = y.reshape(world, each, hidden)
-        return [*launches, Launch(f"{name}.gather", _call(group.all_gather, own, whole))]
+        return [*launches, Launch(f"{name}.gather", partial(group.all_gather, own, whole))]
     every = b.view("experts_rows", world, each, hidden)
     first = every.reshape(world * each, hidden)[:rows].reshape(1, rows, hidden)
     launches.append(
-        Launch(f"{name}.gather", _call(group.all_gather, own, every, rows=mine.stop - mine.start))
+        Launch(f"{name}.gather", partial(group.all_gather, own, every, rows=mine.stop - mine.start))
     )
-    launches.append(Launch(f"{name}.rows", _call(join_columns, first, whole=y)))
+    launches.append(Launch(f"{name}.rows", partial(join_columns, first, whole=y)))
     return launches
 
 
@@ -384,7 +380,7 @@ def mla(
     q_a = b.activations("q_a", rows, q_rank)
     q = b.activations("q", rows, heads, nope + turned)
     query = b.activations("query", rows, heads, rank + turned)
-    mixed = b.activations("mixed", rows, heads, rank)
+    latent_out = b.activations("latent_out", rows, heads, rank)
     o = b.activations("o", rows, heads, v)
     delta = b.view("delta", weights.o.parts, rows, weights.o.whole_n)
     every, gathering = o.reshape(rows, heads * v), []
@@ -395,23 +391,23 @@ def mla(
         *project(f"{name}.qkv", h, weights.qkv, qkv),
         Launch(
             f"{name}.latent_append",
-            _call(
+            partial(
                 latent_append, qkv, weights.q_norm, weights.kv_norm, window.cos, window.sin,
                 window.position, window.slot, eps=config["lora_rms_norm_eps"], q=q_a, cache=cache,
                 status=window.status(f"{name}.latent_append"),
             ),
         ),
-        gemm(f"{name}.q", q_a, weights.q, q.reshape(rows, heads * (nope + turned))),
-        gemm(f"{name}.absorb", q, weights.absorb, query),
+        *gemm(f"{name}.q", q_a, weights.q, q.reshape(rows, heads * (nope + turned))),
+        *gemm(f"{name}.absorb", q, weights.absorb, query),
         Launch(
             f"{name}.rope",
-            _call(
+            partial(
                 rope, q, window.cos, window.sin, window.position, query=query,
                 status=window.status(f"{name}.rope"),
             ),
         ),
-        attend(f"{name}.attention", query, cache, mixed, window, config, b),
-        gemm(f"{name}.values", mixed, weights.values, o),
+        *attend(f"{name}.attention", query, cache, latent_out, window, config, b),
+        *gemm(f"{name}.values", latent_out, weights.values, o),
         *gathering,
         *project_whole(f"{name}.o", every, weights.o, delta, b, group, attention=delta),
     ]  # fmt: skip
@@ -429,7 +425,7 @@ def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers, group: Any = No
         gathering = gathered(f"{name}.swiglu", activated, every, b, group)
     return [
         *project(f"{name}.gate_up", h, weights.gate_up, gate_up),
-        Launch(f"{name}.swiglu", _call(swiglu, gate_up, y=activated)),
+        Launch(f"{name}.swiglu", partial(swiglu, gate_up, y=activated)),
         *gathering,
         *project_whole(f"{name}.down", every, weights.down, delta, b, group),
     ]
@@ -454,7 +450,7 @@ def moe(
         *project(f"{name}.gate", h, weights.gate, logits),
         Launch(
             f"{name}.router",
-            _call(
+            partial(
                 router, logits, weights.bias, top_k=weights.top_k, scale=weights.scale,
                 experts=experts, expert_weights=shares, status=window.status(f"{name}.router"),
             ),
@@ -481,9 +477,9 @@ def decoder_layer(
 ) -> list[Launch]:
     """From h = norm of x by this layer's input norm to x after the layer and h by `next_norm`."""
 
-    def add(what: str, delta: Any, norm: Any, **shows: Any) -> Launch:
-        call = _call(add_rms_norm, delta, norm, eps=config["rms_norm_eps"], x=x, y=h)
-        return Launch(f"{name}.{what}", call, shows, joins=True)
+    def add(what: str, delta: Any, norm: Any, **records: Any) -> Launch:
+        call = partial(add_rms_norm, delta, norm, eps=config["rms_norm_eps"], x=x, y=h)
+        return Launch(f"{name}.{what}", call, records, joins=True)
 
     launches, delta = mla(f"{name}.mla", h, weights.attention, cache, window, config, b, group)
     launches.append(add("add_attention", delta, weights.post_norm))
@@ -493,7 +489,7 @@ def decoder_layer(
         assert weights.mlp is not None  # a layer has the one or the other
         delta = b.view("delta", weights.mlp.down.parts, window.rows, weights.mlp.down.whole_n)
         block = mlp(f"{name}.mlp", h, weights.mlp, delta, b, group)
-    block[-1].shows["mlp"] = delta
+    block[-1].records["mlp"] = delta
     return [*launches, *block, add("add_mlp", delta, next_norm, hidden=x)]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from engine import layers
 from engine.cache import LatentCache
 from engine.device import SIMULATED, cdiv, copy_to_device, to_device, to_host
-from engine.graph import capture
+from engine.graph import capture, recorded
 from engine.kernels.argmax import CHUNKS, argmax
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
@@ -89,28 +89,20 @@ class Plan:
         launches: slice = slice(None),
     ) -> None:
         """Queue the pass on `stream` (None: the default one). With `record`, launch by launch, some
-        of them if `launches` says so, and append to record[name] a host copy of what each shows."""
+        of them if `launches` says so, and append host copies of their `records` to record[name]."""
         if record is not None or SIMULATED or self.direct or self.ranks:
             self.ranks = False
             for launch in self.launches[launches]:
                 launch.call(stream=stream)
                 if record is not None:
-                    for name, array in launch.shows.items():
+                    for name, array in launch.records.items():
                         record.setdefault(name, []).append(to_host(array))
             return
         from cuda.core import LEGACY_DEFAULT_STREAM
 
         if self._graph is None:
-            self._graph = self._captured()
+            self._graph = recorded(partial(capture, self.launches))
         self._graph.launch(LEGACY_DEFAULT_STREAM if stream is None else stream)
-
-    def _captured(self) -> Any:
-        from cuda.core import Device
-
-        builder = Device().create_graph_builder()
-        builder.begin_building()
-        capture(self.launches, builder)
-        return builder.end_building().complete()
 
     def check(self) -> None:
         """Wait for the pass. ForwardError if a launch set a status."""
@@ -190,11 +182,11 @@ class Model:
 
         Fills the plan's device arrays and queues its launches; `plan.check()` waits for them.
         """
-        plan = self.prepare(trees)
+        plan = self.fill(trees)
         plan.run(record=record)
         return plan
 
-    def prepare(self, trees: Sequence[Tree | None]) -> Plan:
+    def fill(self, trees: Sequence[Tree | None]) -> Plan:
         """The plan of a pass over these windows, its device arrays filled, nothing launched."""
         counts = [0 if tree is None else len(tree.tokens) for tree in trees]
         rows = sum(counts)
@@ -328,13 +320,13 @@ class Model:
         """Launches from h [rows, hidden] to logits fp32 [rows, vocab], wherever lm_head is."""
         head = self.weights.head
         if head.shape[0] == self.config["vocab_size"]:
-            return [layers.gemm("head", h, head, logits, logits=logits)]
+            return layers.gemm("head", h, head, logits, logits=logits)
         part = b.view("projected", h.shape[0], head.shape[0])
         launches = [
-            layers.gemm("head", h, head, part),
+            *layers.gemm("head", h, head, part),
             *layers.gathered("head", part, logits, b, self.group),
         ]
-        launches[-1].shows["logits"] = logits
+        launches[-1].records["logits"] = logits
         return launches
 
 

@@ -1,4 +1,4 @@
-"""Whole passes as launchers: what the specs of stages layer and model call.
+"""Whole passes and runs as launchers: what the specs of stages layer, model and decode call.
 
 Each builds a `Model` from the weights that it is given, runs it and copies what is asked for into
 its outputs. Unlike the launchers of kernels these allocate: they stand for a process that starts,
@@ -6,12 +6,15 @@ answers once and ends. Cache pages are handed out in a scattered order on purpos
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from engine.cache import LatentCache
+from engine.decode import CONTEXT, EOS, MAX_NEW, decode
 from engine.device import cdiv, copy_to_device, to_host
+from engine.draft import Ngram, Replay
 from engine.layers import Config
 from engine.model import Model, Tree
 from engine.prepared import Prepared, prepare
@@ -151,7 +154,7 @@ def layer_values(
     """y, latent, attention and mlp of `layer_output` as host arrays; of a rank with `group`."""
     tree = Tree([0] * len(parents), parents.tolist())
     model = ready(weights, config, [tree], [prefix[None]], page_size, group)
-    plan = model.prepare([tree])
+    plan = model.fill([tree])
     names = [launch.name for launch in plan.launches]
     copy_to_device(x, plan.x)
     record: dict[str, list] = {}
@@ -211,6 +214,79 @@ def forward_tree(
         values["logits"], values["token"] = values["logits"][0], values["token"][0]
         result |= {f"{name}/{key}": value for key, value in {**values, "latents": latents}.items()}
     return result
+
+
+def decode_runs(
+    text,
+    prompt_start,
+    limits,
+    eos,
+    log_probs,
+    guesses,
+    *,
+    budget: int,
+    length: int,
+    chain: bool,
+    ngram: bool,
+    context: int,
+    temperature: float,
+    seed: int,
+    slope: float,
+    weights: Mapping[str, Any],
+    config: Config,
+    tokens,
+    ended,
+    trees,
+    parents,
+    accepted,
+    cache,
+    logits,
+    stream=None,
+) -> None:
+    """A whole run as a launcher, for specs of stage decode. Allocates: it stands for a process.
+
+    text [tokens] int32, request r from prompt_start[r], may generate limits[r]; eos [1] int32, -1
+    for none; log_probs fp32 and guesses int32 [requests, new, k], tables for engine.draft.Replay;
+    ngram: that drafter instead; context: 0 for what the model allows; slope: what a node costs, as
+    a share of a round without nodes, 0 for a fixed budget. Written: tokens [requests, new], ended
+    [requests] (0 eos, 1 limit, 2 context), trees and parents [requests, new, budget + 1], accepted
+    [requests, new, length + 1] int32, -1 where unused; cache [requests, layers, rows, rank + rope]
+    and logits [requests, new, vocab] fp32, 0 where unused.
+    """
+    given, starts = to_host(text), to_host(prompt_start).tolist()
+    prompts = [given[a:b].tolist() for a, b in pairwise(starts)]
+    drafter: Any = Replay(
+        list(to_host(log_probs)), list(to_host(guesses)), [len(p) for p in prompts], length
+    )
+    if ngram:
+        drafter = Ngram(length)
+    runs = decode(
+        weights, config, prompts, drafter, budget=budget, max_new=to_host(limits).tolist(),
+        mode="chain" if chain else "tree", eos=[t for t in to_host(eos).tolist() if t >= 0],
+        context=context or None, temperature=temperature, seed=seed,
+        costs=1 + slope * np.arange(budget + 1) if slope else None, page_size=4,
+    )  # fmt: skip
+    outputs = {
+        "tokens": tokens, "trees": trees, "parents": parents, "accepted": accepted, "cache": cache,
+        "logits": logits,
+    }  # fmt: skip
+    made = {
+        name: np.full(tuple(array.shape), -1 if array.dtype == np.int32 else 0, array.dtype)
+        for name, array in outputs.items()
+    }
+    for r, run in enumerate(runs):
+        count = len(run.tokens)
+        made["tokens"][r, :count], made["logits"][r, :count] = run.tokens, run.logits
+        for i, done in enumerate(run.rounds):
+            made["trees"][r, i, : len(done.tokens)] = done.tokens
+            made["parents"][r, i, : len(done.tokens)] = done.parents
+            made["accepted"][r, i, : len(done.accepted)] = done.accepted
+        if run.cache is not None:
+            made["cache"][r, :, : run.cache.shape[1]] = run.cache.astype(np.float32)
+    for name, out in outputs.items():
+        copy_to_device(made[name], out)
+    why = [(EOS, MAX_NEW, CONTEXT).index(run.ended) for run in runs]
+    copy_to_device(np.array(why, np.int32), ended)
 
 
 def _summed(parts: np.ndarray) -> np.ndarray:

@@ -163,7 +163,7 @@ def measure(nodes: int, keys: int, rate: float, given: dict, weights: Prepared) 
     tree = Tree([0] * nodes, given["parents"][:nodes].tolist())
     prefix = np.resize(given["prefix"], (1, keys, given["prefix"].shape[1]))
     model = ready(weights, config, [tree], [prefix], 64)
-    plan: Plan = model.prepare([tree])
+    plan: Plan = model.fill([tree])
     copy_to_device(given["x"][:nodes], plan.x)
     names = [launch.name for launch in plan.launches]
     first = names.index("layer0.mla.qkv")

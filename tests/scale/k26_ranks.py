@@ -114,7 +114,7 @@ def layer_of_rank(group: Any, rows: list[int], keys: int) -> list[tuple[str, flo
 def _layer(group: Any, weights: Any, config: dict, rows: int, prefix: Any) -> tuple[str, float]:
     tree = Tree([0] * rows, [-1, *(i // 2 for i in range(rows - 1))])
     model = ready(weights, config, [tree], [prefix], 64, group)
-    plan = model.prepare([tree])
+    plan = model.fill([tree])
     x = np.random.Generator(np.random.PCG64(rows)).standard_normal(plan.x.shape)
     copy_to_device(x.astype(np.float32), plan.x)
     names = [launch.name for launch in plan.launches]

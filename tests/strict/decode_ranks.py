@@ -16,7 +16,7 @@ def decode_ranks(
     text, prompt_start, log_probs, guesses, *, budget: int, length: int, ranks: int, nccl: bool,
     weights, config, tokens, trees, accepted, logits, differs, stream=None,
 ) -> None:  # fmt: skip
-    """As engine.decode.decode_runs. differs [ranks] int32: 1 for a rank that has another token, bit
+    """As engine.passes.decode_runs. differs [ranks] int32: 1 for a rank that has another token, bit
     of a logit or bit of the cache than one GPU."""
     starts = to_host(prompt_start).tolist()
     prompts = [to_host(text)[a:b].tolist() for a, b in pairwise(starts)]
