@@ -138,7 +138,7 @@ class DFlash:
         for i, layer in enumerate(weights.layers):
             kv = b.view("kv", layer.kv.parts, rows, self.entry)
             launches += [
-                *layers.project(f"context{i}.kv", c, layer.kv, kv),
+                *layers.project(f"context{i}.kv", c, layer.kv, kv, b),
                 Launch(
                     f"context{i}.append",
                     partial(
@@ -331,7 +331,7 @@ def draft_layer(
         return Launch(f"{name}.{what}", partial(add_rms_norm, parts, norm, eps=eps, x=x, y=h))
 
     return [
-        *layers.project(f"{name}.qkv", h, weights.qkv, qkv),
+        *layers.project(f"{name}.qkv", h, weights.qkv, qkv, b),
         Launch(
             f"{name}.append",
             partial(
@@ -346,7 +346,7 @@ def draft_layer(
                 page_size=page_size, o=o, partial=partial_sums, stats=stats,
             ),
         ),
-        *layers.project(f"{name}.o", o.reshape(rows, heads * size), weights.o, delta),
+        *layers.project(f"{name}.o", o.reshape(rows, heads * size), weights.o, delta, b),
         add("add_attention", delta, weights.post_norm),
         *layers.mlp(f"{name}.mlp", h, weights.mlp, down, b),
         add("add_mlp", down, weights.post_norm if next_norm is None else next_norm),

@@ -18,13 +18,13 @@ large matrices; what follows a split matrix or kernel is a gather:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from engine.device import cdiv, empty
-from engine.kernels import gemm_bf16, gemm_f32, moe_f32, moe_w4a16
+from engine.kernels import gemm_bf16, gemm_f32, moe_f32, moe_w4a16, w4a16_gemm
 from engine.kernels.add_rms_norm import add_rms_norm
 from engine.kernels.join_columns import join_columns
 from engine.kernels.latent_append import latent_append
@@ -33,11 +33,10 @@ from engine.kernels.rope import rope
 from engine.kernels.router import router
 from engine.kernels.swiglu import swiglu
 from engine.kernels.tree_verify_mla import tree_verify_mla_heads
-from engine.kernels.w4a16_gemm import w4a16_gemm
 from engine.splits import MAX_SPLITS
 
 BESIDE_ROWS = 16  # up to which the shared expert runs beside the routed ones; more fill the memory
-INT4_ROWS = 256  # that w4a16_gemm and the MoE kernels take in one launch
+INT4_ROWS = 256  # that the INT4 GEMM and the MoE kernels take in one launch
 
 Config = Mapping[str, Any]  # the public config.json's text_config, and lora_rms_norm_eps
 
@@ -213,13 +212,25 @@ def gemm(name: str, x: Any, w: Any, y: Any, **records: Any) -> list[Launch]:
     return [Launch(name, partial(function, x, w, y=y), records)]
 
 
-def project(name: str, x: Any, matrix: Matrix, y: Any, **records: Any) -> list[Launch]:
+def project(
+    name: str, x: Any, matrix: Matrix, y: Any, b: Buffers, **records: Any
+) -> list[Launch]:  # fmt: skip
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
+        # One scratch for all: what runs beside others has few rows, and a K2.6 expert's matrices
+        # are too small to use it then.
         calls = [
-            partial(w4a16_gemm, x[rows], matrix.qw, matrix.sc, y=y[0][rows])
+            partial(
+                w4a16_gemm.w4a16_gemm_many, x[rows], matrix.qw, matrix.sc, y=y[0][rows],
+                **{
+                    key: b.view(f"int4_{key}", *shape, dtype=dtype)
+                    for key, (shape, dtype) in w4a16_gemm.scratch_shapes(
+                        m=rows.stop - rows.start, n=matrix.n, k=matrix.k
+                    ).items()
+                },
+            )
             for rows in _blocks(x.shape[0])
-        ]
+        ]  # fmt: skip
     elif matrix.w.dtype == "float32":
         calls = [partial(gemm_f32.gemm_f32_parts, x, matrix.w, parts=matrix.parts, y=y)]
     else:
@@ -227,6 +238,25 @@ def project(name: str, x: Any, matrix: Matrix, y: Any, **records: Any) -> list[L
     launches = [Launch(name, call) for call in calls]
     launches[-1].records.update(records)
     return launches
+
+
+def reserve_int4(every: Sequence[Layer], rows: int, b: Buffers) -> None:
+    """Allocate the scratch of `project` for any number of rows up to `rows`: some of it is largest
+    for fewer."""
+    sizes: dict[tuple[str, str], int] = {}
+    for n, k in {
+        (matrix.n, matrix.k)
+        for layer in every
+        for block in (layer.mlp, layer.moe and layer.moe.shared)
+        if block
+        for matrix in (block.gate_up, block.down)
+        if matrix.w is None
+    }:
+        for count in range(1, min(rows, INT4_ROWS) + 1):
+            for key, (shape, dtype) in w4a16_gemm.scratch_shapes(m=count, n=n, k=k).items():
+                sizes[key, dtype] = max(sizes.get((key, dtype), 0), math.prod(shape))
+    for (key, dtype), size in sizes.items():
+        b.view(f"int4_{key}", size, dtype=dtype)
 
 
 def _blocks(rows: int) -> list[slice]:
@@ -253,9 +283,9 @@ def project_whole(
 ) -> list[Launch]:
     """`project` into y [parts, rows, whole_n], wherever the matrix is."""
     if matrix.ranks is None:
-        return project(name, x, matrix, y, **records)
+        return project(name, x, matrix, y, b, **records)
     part = b.view("projected", matrix.parts, x.shape[0], matrix.n)
-    launches = [*project(name, x, matrix, part), *gathered(name, part, y, b, group)]
+    launches = [*project(name, x, matrix, part, b), *gathered(name, part, y, b, group)]
     launches[-1].records.update(records)
     return launches
 
@@ -388,7 +418,7 @@ def mla(
         every = b.activations("every_o", rows, weights.o.k)
         gathering = gathered(f"{name}.values", o.reshape(rows, heads * v), every, b, group)
     launches = [
-        *project(f"{name}.qkv", h, weights.qkv, qkv),
+        *project(f"{name}.qkv", h, weights.qkv, qkv, b),
         Launch(
             f"{name}.latent_append",
             partial(
@@ -424,7 +454,7 @@ def mlp(name: str, h: Any, weights: Mlp, delta: Any, b: Buffers, group: Any = No
         every = b.activations("every_activated", rows, weights.down.k)
         gathering = gathered(f"{name}.swiglu", activated, every, b, group)
     return [
-        *project(f"{name}.gate_up", h, weights.gate_up, gate_up),
+        *project(f"{name}.gate_up", h, weights.gate_up, gate_up, b),
         Launch(f"{name}.swiglu", partial(swiglu, gate_up, y=activated)),
         *gathering,
         *project_whole(f"{name}.down", every, weights.down, delta, b, group),
@@ -447,7 +477,7 @@ def moe(
     if weights.shared:
         shared = mlp(f"{name}.shared", h, weights.shared, delta[1:], b, group)
     launches = [
-        *project(f"{name}.gate", h, weights.gate, logits),
+        *project(f"{name}.gate", h, weights.gate, logits, b),
         Launch(
             f"{name}.router",
             partial(

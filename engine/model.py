@@ -167,6 +167,7 @@ class Model:
         for layer in self.layers:
             if layer.moe:
                 layers.reserve_experts(layer.moe, rows, self._buffers)
+        layers.reserve_int4(self.layers, rows, self._buffers)
         most = 3 + 3 * len(self.layers)
         copy_to_device(
             np.zeros((most, rows), np.int32),

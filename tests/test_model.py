@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 
 from engine.cache import CacheFull, LatentCache
-from engine.device import to_host
+from engine.device import empty, to_host
 from engine.graph import capture
-from engine.layers import BESIDE_ROWS, Buffers, Launch
+from engine.kernels.w4a16_gemm import w4a16_gemm_many
+from engine.layers import (
+    BESIDE_ROWS,
+    Buffers,
+    Launch,
+    Layer,
+    Matrix,
+    Mlp,
+    project,
+    reserve_int4,
+)
 from engine.model import ForwardError, Model, Tree
 from goldens import bundles
 from goldens.model import ancestor_words, rope_tables, softmax_scale, tree
@@ -89,6 +99,21 @@ def test_nothing_is_allocated_after_start_up():
         buffers.view("x", 5, 8)
     with pytest.raises(MemoryError, match="buffer y"):
         buffers.view("y", 1)
+
+
+def test_the_scratch_of_int4_projections_is_there_for_any_number_of_rows():
+    down = Matrix(7168, 18432, qw=empty((1,), "int32"), sc=empty((1,), "bfloat16"))
+    gate_up = Matrix(36864, 7168, qw=down.qw, sc=down.sc)  # K2.6's dense layer, if it were INT4
+    dense = Layer(None, None, None, Mlp(gate_up, down), None)
+    buffers = Buffers("bfloat16")
+    reserve_int4([dense], 300, buffers)
+    buffers.freeze()
+    for matrix in (gate_up, down):
+        for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 255, 256, 257, 300):
+            x, y = empty((rows, matrix.k), "bfloat16"), empty((1, rows, 32), "float32")
+            launches = project("gate", x, matrix, y, buffers)
+            assert len(launches) == 1 + (rows > 256)
+            assert {launch.call.func for launch in launches} == {w4a16_gemm_many}
 
 
 def test_the_tables_are_the_oracle_s():

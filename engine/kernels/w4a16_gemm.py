@@ -100,7 +100,7 @@ SHAPES = {
 }
 SHORT = {2048: 2}  # K of `_w4a16_short`: groups of 32 rows of W a block
 SHORT_ABOVE = 4  # tokens
-PERMUTED = {96: (8,), 128: (4,)} | dict.fromkeys((384, 2048, 7168), (4, 8))
+PERMUTED = (96, 128, 192, 256, 384, 512, 2048, 7168)  # K of more than 16 tokens without wgmma
 
 
 @function
@@ -118,11 +118,7 @@ def _store_fragment(y, y_is_f32, m, n, token, row, total):
 
 @family(
     *({"k": k, "columns": c, "tiles": c, "k_order": True} for k in KS for c in (1, 2)),
-    *(
-        {"k": k, "columns": c, "tiles": 2, "k_order": False}
-        for k, cs in PERMUTED.items()
-        for c in cs
-    ),
+    *({"k": k, "columns": c, "tiles": 2, "k_order": False} for k in PERMUTED for c in (4, 8)),
     *({"k": 7168, "columns": 1, "tiles": 2, "k_order": o} for o in (True, False)),
     *({"k": k, "columns": 2, "tiles": 3, "k_order": False} for k in (96, 7168)),
 )
@@ -290,7 +286,7 @@ def _w4a16_short(*, k: int, columns: int, groups: int):
 
 
 @family(
-    *({"k": k, "tokens": 32, "ranges": 4} for k in (96, 128, 384, 2048, 7168)),
+    *({"k": k, "tokens": 32, "ranges": 4} for k in PERMUTED),
     *({"k": k, "tokens": 64, "ranges": 4} for k in (96, 2048)),
     *({"k": k, "tokens": 32, "ranges": 1} for k in (128, 7168)),
     {"k": 7168, "tokens": 64, "ranges": 1},
