@@ -219,6 +219,8 @@ def _down(*, k: int, columns: int, tiles: int):
                             to = u64(u64(u32(slot)) * u64(hidden) + row)
                             place = address(parts, u64(to + u64(8 * (i >> 1))))
                             store_global_u32(place, f32_to_bits(total[i]))
+        else:  # all of a rank's blocks may be empty, and the end of this kernel means gate_up's too
+            pdl_wait()
 
     return down
 

@@ -59,6 +59,8 @@ from engine.ptx import (
     mma_bf16_slice,
     mma_bf16_tiles,
     pack_bf16x2,
+    pdl_launch_dependents,
+    pdl_wait,
     popc,
     scale_rows,
     shared_address,
@@ -221,6 +223,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         blocks_per_sm=None if wgmma else SM_SHARED // (SHARED + BLOCK_SHARED),
         registers=255,
         dynamic_shared=SHARED,
+        dependent_launch=True,
         sass=("HGMMA", "LDGSTS") if wgmma else ("HMMA", "LDSM", "LDGSTS"),
         archs=("sm_90a",) if wgmma else None,
     )
@@ -240,6 +243,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
     ):
+        pdl_launch_dependents()
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         words_of_shared = cuda.shared.array(0, u32)
         floats_of_shared = cuda.shared.array(0, f32)
@@ -247,11 +251,16 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         maxima = floats_of_shared[MAX_AT // 4 :]  # [COLUMN_WARPS, heads_tile]
         thread = u32(cuda.threadIdx.x)
         row, split = u32(cuda.blockIdx.x), u32(cuda.blockIdx.y)
+        node, prefix = u32(0), u32(0)
+        # Before the wait only what no kernel of the pass makes: the host copies row_start, and the
+        # kernel that writes prefix_len ends a round, with a copy and the graph's end behind it.
         request = _request_of(row_start, requests, row)
+        if request < requests:
+            node = u32(row - u32(row_start[request]))
+            prefix = u32(prefix_len[request])
+        pdl_wait()
         if request >= requests:
             return
-        node = u32(row - u32(row_start[request]))
-        prefix = u32(prefix_len[request])
         first_word = u32(row * words)
         length = u32(prefix + _nodes_seen(ancestors, first_word, node, words))
         tiles = u32(u32(length + u32(TILE - 1)) >> u32(6))
@@ -480,7 +489,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
     return tree_verify_mla_bf16
 
 
-@kernel(threads=SIMT_THREADS, registers=96)
+@kernel(threads=SIMT_THREADS, registers=96, dependent_launch=True)
 def _tree_verify_mla_f32(
     q: ptr[f32],  # [rows, heads, width]
     cache: ptr[f32],  # [slots, width]
@@ -500,6 +509,8 @@ def _tree_verify_mla_f32(
     stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2], out
 ):
     """One block a row, split and head: two threads share a key's score, a thread owns columns."""
+    pdl_launch_dependents()
+    pdl_wait()
     path = cuda.shared.array(MAX_WINDOW, u32)
     slots = cuda.shared.array(TILE, u32)
     halves = cuda.shared.array(SIMT_THREADS, f32)
@@ -583,7 +594,7 @@ def _tree_verify_mla_f32(
 def _fold(*, bf16: bool):
     o_type = u16 if bf16 else f32
 
-    @kernel(threads=FOLD_THREADS, registers=64)
+    @kernel(threads=FOLD_THREADS, registers=64, dependent_launch=True)
     def fold(
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank]
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]
@@ -598,6 +609,8 @@ def _fold(*, bf16: bool):
         o: ptr[o_type],  # [rows, heads, rank], out
     ):
         """A thread folds the splits of four columns of one head, in ascending order."""
+        pdl_launch_dependents()
+        pdl_wait()
         row = u32(cuda.blockIdx.x)
         quad = u32(u32(u32(cuda.blockIdx.y) * u32(FOLD_THREADS)) + u32(cuda.threadIdx.x))
         quads = u32(rank >> u32(2))
