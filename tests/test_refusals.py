@@ -8,10 +8,16 @@ import importlib
 import inspect
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from engine import device
+from engine.kernels.add_rms_norm import add_rms_norm
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.rope import rope
+from engine.kernels.swiglu import swiglu
+from engine.kernels.tap import tap
 from harness import launch, memory, spec
 
 pytestmark = pytest.mark.skipif(not memory.simulated(), reason="needs no GPU, and runs without one")
@@ -141,6 +147,52 @@ def test_an_array_on_the_host_is_refused(each):
         said = refusal(launcher, wrong, scalars)
         assert name in said, f"{name} on the host: {said}"
         assert "device array" in said
+
+
+class Large:
+    """A device array of this shape without its memory."""
+
+    def __init__(self, *shape, dtype="float32"):
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.size = int(np.prod(shape, dtype=object))
+        sizes = [int(np.prod(shape[i + 1 :], dtype=object)) for i in range(len(shape))]
+        self.strides = tuple(size * self.dtype.itemsize for size in sizes)
+        self._ary = None
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda n: rms_norm(Large(n, 4096), Large(4096), eps=1e-5, y=Large(n, 4096)), "x"),
+        (lambda n: rope_of(rows=n, heads=64, q_width=64, width=4), "rope: q "),
+        (lambda n: rope_of(rows=n, heads=64, q_width=4, width=64), "rope: query"),
+        (lambda n: rope_of(rows=1, positions=2 * n, pairs=2048, q_width=4096, width=4096), "cos"),
+        (lambda n: swiglu(Large(1, n, 4096), y=Large(n, 2048)), "gate_up"),
+        (
+            lambda n: tap(Large(n, 4096), tap=0, taps=Large(n, 4096, dtype=ml_dtypes.bfloat16)),
+            "taps",
+        ),
+        (
+            lambda n: add_rms_norm(
+                Large(1, n, 4096), Large(4096), eps=1e-5, x=Large(n, 4096), y=Large(n, 4096)
+            ),
+            f"{2**20} rows",
+        ),
+    ],
+)
+def test_more_elements_than_32_bits_count_are_refused(call, named):
+    with pytest.raises(NotImplementedError, match=named):
+        call(2**20)
+    with pytest.raises(Launched):
+        call(2**20 - 1)
+
+
+def rope_of(*, rows, heads=1, q_width, width, positions=1, pairs=2):
+    tables = [Large(positions, pairs) for _ in range(2)]
+    rope(
+        Large(rows, heads, q_width), *tables, Large(rows, dtype="int32"),
+        query=Large(rows, heads, width), status=Large(rows, dtype="int32"),
+    )  # fmt: skip
 
 
 def test_the_table_has_every_launcher_of_the_engine():

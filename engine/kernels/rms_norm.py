@@ -73,8 +73,8 @@ def _rms_norm(*, x_bf16: bool, y_bf16: bool, threads: int):
 def rms_norm(x, weight, *, eps: float, y, stream=None) -> None:
     """x [tokens, hidden] bf16 or fp32; weight [hidden], y [tokens, hidden] both bf16 or both fp32.
 
-    bf16 x with fp32 y is refused (NotImplementedError): no layer of the engine needs it.
-    Offsets are 32-bit: tokens * hidden must be below 2^32, which is not checked.
+    bf16 x with fp32 y is refused (NotImplementedError): no layer of the engine needs it. So are
+    2^32 elements and more.
     """
     dims = check(
         "rms_norm",
@@ -85,6 +85,8 @@ def rms_norm(x, weight, *, eps: float, y, stream=None) -> None:
     x_bf16, y_bf16 = activation.is_bf16(x), activation.is_bf16(y)
     if x_bf16 and not y_bf16:
         raise NotImplementedError("rms_norm: x is bfloat16 and y float32; y must be bfloat16 too")
+    if dims["tokens"] * dims["hidden"] >= 2**32:
+        raise NotImplementedError(f"rms_norm: x {tuple(x.shape)} has 2^32 elements or more")
     threads = 1024 if dims["hidden"] >= WIDE else 256
     _rms_norm(x_bf16=x_bf16, y_bf16=y_bf16, threads=threads).launch(
         dims["tokens"], x, weight, eps, dims["hidden"], y, stream=stream

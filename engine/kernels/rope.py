@@ -6,6 +6,8 @@ Rotated in fp32, rounded once. status[row] is 0, or 1 for a position outside the
 columns are zero. A thread a pair.
 """
 
+import math
+
 from engine import activation
 from engine.device import cdiv, check, cuda, f32, family, i32, kernel, ptr, u32
 from engine.ptx import fma, pdl_launch_dependents, pdl_wait
@@ -59,7 +61,8 @@ def _rope(*, bf16: bool):
 def rope(q, cos, sin, position, *, query, status, stream=None) -> None:
     """q [rows, heads, nope + 2 pairs] and query [rows, heads, width >= 2 pairs], both bf16 or both
     fp32: the last 2 pairs columns of q go, rotated, to the last of query. cos, sin
-    [positions, pairs] fp32; position, status [rows] int32."""
+    [positions, pairs] fp32; position, status [rows] int32. NotImplementedError for 2^32 elements
+    of an array."""
     dims = check(
         "rope",
         q=(q, "rows heads q_width", activation.ACTIVATIONS),
@@ -74,6 +77,11 @@ def rope(q, cos, sin, position, *, query, status, stream=None) -> None:
             f"rope: tables rotate {2 * dims['pairs']} columns, "
             f"q has {dims['q_width']} and query {dims['width']}"
         )
+    for name, array in (("q", q), ("query", query), ("cos", cos)):
+        if math.prod(array.shape) >= 2**32:
+            raise NotImplementedError(
+                f"rope: {name} {tuple(array.shape)} has 2^32 elements or more"
+            )
     grid = (dims["rows"], cdiv(dims["heads"] * dims["pairs"], THREADS))
     _rope(bf16=activation.is_bf16(q)).launch(
         grid, q, cos, sin, position, dims["heads"], dims["q_width"], dims["positions"],
