@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.device import cdiv, copy_to_device, empty, to_device
+from engine.device import cdiv, copy_to_device, empty, fill_nan, to_device
 
 
 class CacheFull(RuntimeError):
@@ -37,9 +37,7 @@ class LatentCache:
             )
         self.page_size, self.pages = page_size, pages
         self.latents = empty((layers, pages * page_size, width), dtype)
-        for layer in range(layers):
-            nan = np.full(self.latents.shape[1:], np.nan).astype(self.latents.dtype)
-            copy_to_device(nan, self.latents[layer])
+        fill_nan(self.latents)
         self._table = np.full((requests, max_pages), -1, np.int32)
         self.page_table = to_device(self._table)
         self._free = list(range(pages))[::-1]

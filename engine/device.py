@@ -30,8 +30,8 @@ from engine.unroll import static_range, unroll
 
 __all__ = [
     "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "empty", "f32",
-    "family", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device", "to_host",
-    "u8", "u16", "u32", "u64",
+    "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device",
+    "to_host", "u8", "u16", "u32", "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -359,6 +359,21 @@ def copy_to_device(array: np.ndarray, out: Any) -> None:
     if array.size:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         out.reshape(array.size).view(np.uint8).copy_to_device(raw)
+
+
+def fill_nan(array: Any) -> None:
+    """Overwrite a device array of bfloat16 or float32 with NaN, without a host array of its size.
+    RuntimeError if the driver cannot."""
+    if SIMULATED:
+        array._ary[...] = np.nan
+        return
+    from cuda.bindings import driver
+
+    halves = array.size * array.dtype.itemsize // 2
+    if halves:  # 0x7fff is a NaN, and so are two of them
+        (status,) = driver.cuMemsetD16(_address(array), 0x7FFF, halves)
+        if int(status):
+            raise RuntimeError(f"{array.dtype}{list(array.shape)} cannot be filled: {status}")
 
 
 def to_host(array: Any) -> np.ndarray:

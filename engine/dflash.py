@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from engine import layers
-from engine.device import copy_to_device, empty, to_device, to_host
+from engine.device import copy_to_device, empty, fill_nan, to_device, to_host
 from engine.graph import download, pinned
 from engine.kernels.add_rms_norm import add_rms_norm
 from engine.kernels.draft_append import draft_append, draft_append_context
@@ -92,10 +92,8 @@ class DFlash:
         size, groups = drafter["head_dim"], drafter["num_key_value_heads"]
         self.entry = 2 * groups * size
         shape = (len(self.weights.layers), model.cache.latents.shape[1], self.entry)
-        self.cache = empty(shape, "bfloat16")  # NaN: what is read before it is written shows
-        nan = np.full(shape[1:], np.nan).astype(self.cache.dtype)
-        for layer in range(shape[0]):
-            copy_to_device(nan, self.cache[layer])
+        self.cache = empty(shape, "bfloat16")
+        fill_nan(self.cache)  # what is read before it is written shows
         like = {
             "qk_rope_head_dim": size,
             "rope_theta": drafter["rope_theta"],
