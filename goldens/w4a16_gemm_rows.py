@@ -19,6 +19,10 @@ def inputs(rng: Stream, *, m: int, n: int, k: int) -> dict[str, np.ndarray]:
     return {**made, "twin_x": twin_x, "twin_of": twin_of.astype(np.int32)}
 
 
+def derived(*, m: int, k: int) -> dict[str, int]:
+    return {"twins": 2 * m, "words": k // 8, "groups": k // 32}
+
+
 def reference(
     *, x: np.ndarray, qw: np.ndarray, sc: np.ndarray, twin_x: np.ndarray, twin_of: np.ndarray
 ) -> dict[str, np.ndarray]:

@@ -252,12 +252,9 @@ def test_a_failure_that_does_not_always_come_is_kept(scale):
 # -- the specs of this project ---------------------------------------------------------------------
 
 
-TWINS = {"w4a16_gemm_mma", "w4a16_gemm_rows"}  # of w4a16_gemm, which has one
-
-
 def test_every_kernel_spec_has_a_fuzz_table():
     specs = [spec.load(path) for path in spec.discover(ROOT)]
-    assert {s.stem for s in specs if s.stage == "kernel" and not s.fuzz} == TWINS
+    assert not {s.stem for s in specs if s.stage == "kernel" and not s.fuzz}
 
 
 def test_the_command_is_there():
