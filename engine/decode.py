@@ -286,18 +286,21 @@ class Decoder:
         """Put a prompt into the cache; its first token and the logits [vocab] it came from."""
         model = self.model
         model.release(request)
+        trees: list[Tree | None] = [None] * self.requests
         for start in range(0, len(prompt), PREFILL_ROWS):
             part = list(prompt[start : start + PREFILL_ROWS])
-            trees: list[Tree | None] = [None] * request + [Tree.chain(part)]
-            plan = model.forward(trees)
+            trees[request] = Tree.chain(part)
+            # Rows up to a power of two: prompts of all lengths, and all requests, share few graphs.
+            rows = min(1 << (len(part) - 1).bit_length(), model.rows)
+            plan = model.forward(trees, rows=rows)
             plan.check()
             if hasattr(self.drafter, "prefilled"):
                 self.drafter.prefilled(request, plan, start, len(part))
             model.advance(request, len(part))
-        logits = to_host(plan.logits)[-1]
-        if self.temperature <= 0:
-            return int(to_host(plan.token)[-1]), logits
         last = len(part) - 1
+        logits = to_host(plan.logits[last])
+        if self.temperature <= 0:
+            return int(to_host(plan.token)[last]), logits
         sample(
             plan.logits[last : last + 1], self.number[request : request + 1],
             plan.window.position[last : last + 1], temperature=self.temperature, seed=self.seed,

@@ -78,6 +78,7 @@ class Plan:
     direct: bool = False  # never as a graph
     taps: Any = None  # bf16 [rows, taps hidden], x after each tap layer, if the model has any
     starts: list[int] = field(default_factory=list)  # first row of each request, of the last pass
+    nodes: int = 0  # of all its windows; rows behind them are padding
     ranks: bool = False  # several: the first pass connects them, which no capture should hold
     _graph: Any = field(default=None, repr=False)
 
@@ -106,7 +107,7 @@ class Plan:
 
     def check(self) -> None:
         """Wait for the pass. ForwardError if a launch set a status."""
-        status = to_host(self.status)
+        status = to_host(self.status)[:, : self.nodes]
         bad = np.argwhere(status)
         if bad.size:
             site, row = bad[0]
@@ -177,23 +178,29 @@ class Model:
         self._buffers.freeze()
 
     def forward(
-        self, trees: Sequence[Tree | None], *, record: dict[str, list] | None = None
+        self,
+        trees: Sequence[Tree | None],
+        *,
+        rows: int | None = None,
+        record: dict[str, list] | None = None,
     ) -> Plan:
         """Run the windows of requests 0, 1, ...; None: that request has no window in this pass.
+        rows: of the pass (default: its nodes); those behind the windows mean nothing.
 
         Fills the plan's device arrays and queues its launches; `plan.check()` waits for them.
         """
-        plan = self.fill(trees)
+        plan = self.fill(trees, rows)
         plan.run(record=record)
         return plan
 
-    def fill(self, trees: Sequence[Tree | None]) -> Plan:
+    def fill(self, trees: Sequence[Tree | None], rows: int | None = None) -> Plan:
         """The plan of a pass over these windows, its device arrays filled, nothing launched."""
         counts = [0 if tree is None else len(tree.tokens) for tree in trees]
-        rows = sum(counts)
-        if not 1 <= rows <= self.rows or len(trees) > self.requests:
+        nodes = sum(counts)
+        rows = nodes if rows is None else rows
+        if not 1 <= nodes <= rows <= self.rows or len(trees) > self.requests:
             raise ValueError(
-                f"forward: {rows} nodes of {len(trees)} requests; the model has memory for "
+                f"forward: {nodes} nodes of {len(trees)} requests; the model has memory for "
                 f"{self.rows} of {self.requests}"
             )
         for request, count in enumerate(counts):
@@ -201,8 +208,9 @@ class Model:
                 self.cache.reserve(request, self.prefix_len[request] + count)
         plan = self.plan(rows, len(trees))
         compiled = [tree.compiled(self.words) for tree in trees if tree]
-        window = plan.window
-        tokens = [token for tree in trees if tree for token in tree.tokens]
+        window, behind = plan.window, rows - nodes
+        compiled.append((np.zeros(behind, np.int32), np.zeros((behind, self.words), np.uint32)))
+        tokens = [token for tree in trees if tree for token in tree.tokens] + [0] * behind
         for array, values in (
             (plan.tokens, tokens),
             (window.row_start, np.cumsum([0, *counts])),
@@ -211,7 +219,7 @@ class Model:
             (window.ancestors, np.concatenate([ancestors for _, ancestors in compiled])),
         ):
             copy_to_device(np.asarray(values, np.dtype(array.dtype)), array)
-        plan.starts = np.cumsum([0, *counts[:-1]]).tolist()
+        plan.starts, plan.nodes = np.cumsum([0, *counts[:-1]]).tolist(), nodes
         return plan
 
     def advance(self, request: int, nodes: int) -> None:

@@ -56,3 +56,26 @@ else:
     raise AssertionError("not refused")
 """
     )
+
+
+def test_prompts_of_many_lengths_share_a_graph_and_keep_their_bits():
+    simulated(
+        """
+import numpy as np
+from engine.device import to_host
+from engine.model import Tree
+
+decoder = Decoder(weights, config, Ngram(2), requests=2, budget=2, context=11, page_size=4)
+model, text = decoder.model, [7, 3, 9, 4, 8, 1]
+before = len(model._plans)
+padded = [decoder.prefill(request, text[:count]) for request, count in ((1, 6), (0, 5), (1, 5))]
+assert len(model._plans) == before + 1
+for (token, logits), count in zip(padded, (6, 5, 5)):
+    model.release(0)
+    plan = model.forward([Tree.chain(text[:count])])
+    plan.check()
+    assert len(to_host(plan.logits)) == count
+    assert np.array_equal(to_host(plan.logits)[-1], logits)
+    assert to_host(plan.token)[-1] == token
+"""
+    )
