@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,7 @@ class Kernel:
             ]
             simulator.launch(self.python, grid, (self.threads,), tuple(values), shared)
             return
-        from cuda.core import LaunchConfig, launch
-
+        core = _cuda_core()
         values = [
             _address(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
             for a, (_, t) in zip(args, self.parameters, strict=True)
@@ -167,13 +166,13 @@ class Kernel:
         key = (grid, shared)
         launch_config = self._launch_configs.get(key)
         if launch_config is None:
-            launch_config = self._launch_configs[key] = LaunchConfig(
+            launch_config = self._launch_configs[key] = core.LaunchConfig(
                 grid=grid,
                 block=self.threads,
                 shmem_size=shared,
                 programmatic_stream_serialization=self.dependent_launch,
             )
-        launch(_stream(stream), launch_config, self._loaded, *values)
+        core.launch(_stream(stream), launch_config, self._loaded, *values)
 
     @cached_property
     def _launch_configs(self) -> dict:
@@ -307,13 +306,16 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
     Raises ValueError naming the argument, what it should be and what it is.
     """
     dims: dict[str, int] = {}
+    here = None if SIMULATED else _cuda_core().Device().device_id
     for name, (array, shape, dtype) in arrays.items():
         where = f"{op}: {name}"
-        _require_device_array(where, array)
+        known = here is not None and getattr(array, "_known_on", None) == here
+        if not known:
+            _require_device_array(where, array, here)
         allowed = (dtype,) if isinstance(dtype, str) else dtype
-        if str(array.dtype).removeprefix("torch.") not in allowed:
+        if _dtype_name(array.dtype) not in allowed:
             raise ValueError(f"{where} has dtype {array.dtype}, expected {' or '.join(allowed)}")
-        names = shape.split()
+        names = _labels(shape)
         if len(array.shape) != len(names):
             raise ValueError(
                 f"{where} has shape {tuple(array.shape)}, expected [{', '.join(names)}]"
@@ -326,11 +328,15 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
                     f"{where} has shape {tuple(array.shape)}: "
                     f"axis {axis} is {size}, expected {want}{known}"
                 )
+        if known:
+            continue
         if not _is_contiguous(array):
             raise ValueError(
                 f"{where} is not C-contiguous: "
                 f"shape {tuple(array.shape)}, strides {tuple(array.strides)}"
             )
+        if here is not None and hasattr(array, "device_ctypes_pointer"):
+            array._known_on = here  # Numba's arrays do not change: once is enough
     return dims
 
 
@@ -385,7 +391,25 @@ def to_host(array: Any) -> np.ndarray:
     return flat.copy_to_host().view(dtype).reshape(shape)
 
 
-def _require_device_array(where: str, array: Any) -> None:
+@cache
+def _labels(shape: str) -> tuple[str, ...]:
+    return tuple(shape.split())
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _cuda_core() -> Any:
+    """The module: an import statement in a launch costs as much as an array."""
+    import cuda.core
+
+    return cuda.core
+
+
+def _require_device_array(where: str, array: Any, here: int | None) -> None:
     if SIMULATED:
         if not hasattr(array, "_ary"):
             raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
@@ -395,11 +419,9 @@ def _require_device_array(where: str, array: Any) -> None:
     if 0 in array.shape:
         return
     from cuda.bindings import driver
-    from cuda.core import Device
 
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     status, ordinal = driver.cuPointerGetAttribute(attribute, _address(array))
-    here = Device().device_id
     if int(status) or int(ordinal) != here:
         place = f"device {int(ordinal)}" if not int(status) else "no device"
         raise ValueError(f"{where} is on {place}, expected device {here}")
@@ -442,11 +464,7 @@ def _address(array: Any) -> int:
 
 
 def _stream(stream: Any) -> Any:
-    if stream is None:
-        from cuda.core import LEGACY_DEFAULT_STREAM
-
-        return LEGACY_DEFAULT_STREAM
-    return stream
+    return _cuda_core().LEGACY_DEFAULT_STREAM if stream is None else stream
 
 
 def _cache_dir() -> Path:

@@ -7,6 +7,7 @@ a launch is an error of its own.
 import importlib
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -185,6 +186,31 @@ def test_more_elements_than_32_bits_count_are_refused(call, named):
         call(2**20)
     with pytest.raises(Launched):
         call(2**20 - 1)
+
+
+def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
+    asked, current = [], SimpleNamespace(device_id=0)
+    monkeypatch.setattr(device, "SIMULATED", False)
+    monkeypatch.setattr(device, "_cuda_core", lambda: SimpleNamespace(Device=lambda: current))
+    monkeypatch.setattr(
+        device, "_require_device_array", lambda where, array, here: asked.append((where, here))
+    )
+    x, of_torch = Large(3, 4), Large(3, 4)
+    x.device_ctypes_pointer = None  # Numba's arrays have one, and stay as they are
+
+    def check(columns="columns"):
+        return device.check("f", x=(x, f"3 {columns}", "float32"), y=(of_torch, "3 4", "float32"))
+
+    for _ in range(2):
+        assert check() == {"columns": 4}
+    current.device_id = 1
+    check()
+    assert asked == [("f: x", 0), ("f: y", 0), ("f: y", 0), ("f: x", 1), ("f: y", 1)]
+    with pytest.raises(ValueError, match="f: x has shape"):
+        check("5")
+    of_torch.strides = (4, 12)
+    with pytest.raises(ValueError, match="f: y is not C-contiguous"):
+        check()
 
 
 def rope_of(*, rows, heads=1, q_width, width, positions=1, pairs=2):
