@@ -217,8 +217,8 @@ def project(
 ) -> list[Launch]:  # fmt: skip
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
-        # One scratch for all: what runs beside others has few rows, and a K2.6 expert's matrices
-        # are too small to use it then.
+        # One scratch for all. Two projections run side by side with few rows alone, and one is
+        # the router's: with its few rows of W it does not use the scratch then.
         calls = [
             partial(
                 w4a16_gemm.w4a16_gemm_many, x[rows], matrix.qw, matrix.sc, y=y[0][rows],

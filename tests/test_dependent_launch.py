@@ -20,6 +20,7 @@ EARLY = {
     "gemm_bf16": {"w"},
     "gemm_resident": {"w"},
     "latent_append": {"q_weight", "kv_weight"},
+    "rms_norm": {"weight"},
     "router": {"bias"},
     "tree_verify_mla_bf16": {"row_start", "prefix_len"},
     "w4a16_gemm": {"qw", "sc"},
