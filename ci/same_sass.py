@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("same_sass: no kernel file of that name")
         return 2
     lines = list(compare(before, after, show=options.show))
-    print("\n".join(lines))
+    print(*lines, sep="\n", end="\n" if lines else "")
     said = {line.partition(": ")[0] for line in lines}
     print(f"{options.target}: {len(set(after) - said)} of {len(after)} kernels are the same")
     return 1 if any(re.match(r"\S+: (DIFFERS|NEW|GONE)", line) for line in lines) else 0
