@@ -245,6 +245,16 @@ def children(pid):
     return found
 
 
+def interrupted(process: subprocess.Popen) -> str:
+    """What a process says that is sent SIGINT; one that does not hear it is ended all the same."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"it went on after SIGINT; until then it said {process.communicate()[0]!r}")
+
+
 def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     project = Project(tmp_path)
     project.spec("twice", cases="five = { n = 5, sim = true }\n[fuzz]\nn = [1, 500]\n")
@@ -256,8 +266,7 @@ def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
     assert "device: sim" in process.stdout.readline()
     while not (workers := children(process.pid)):  # threads start them
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[0]
+    said = interrupted(process)
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
@@ -272,8 +281,7 @@ def test_an_interrupted_mutate_does_not_wait_for_what_is_being_judged(tmp_path):
     )  # fmt: skip
     while not children(process.pid):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[0]
+    said = interrupted(process)
     assert process.returncode == 130, said
     assert "CERTIFIED" not in said
 
