@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -59,6 +60,8 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed: the next file that is opened would be it
             setattr(sys, name, Path(os.devnull).open(mode))
             os.set_inheritable(getattr(sys, name).fileno(), True)  # pytest's too
+    # A shell starts `kdtr gate &` with SIGINT ignored, and what that starts would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _run()
     except (OSError, MemoryError) as error:  # a full disk, a folder for a file: it names what

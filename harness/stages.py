@@ -265,8 +265,6 @@ class Gate:
         as many as there are cores, in every worker. Its report in `folder` is the last thing that
         it does: what keeps it from ending then is a thread that some launcher has left running.
         """
-        # A shell starts `kdtr gate &` with SIGINT ignored, and pytest would inherit that.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         environ = {"OMP_NUM_THREADS": str(threads), **os.environ}
         environ.pop("PYTEST_ADDOPTS", None)  # it is told what to run
         process = subprocess.Popen(

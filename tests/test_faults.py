@@ -245,35 +245,48 @@ def children(pid):
     return found
 
 
-def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path):
+IN_THE_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]  # as a shell starts `kdtr fuzz &`
+
+
+def interrupted(process: subprocess.Popen) -> str:
+    """What a process says that is sent SIGINT; one that does not hear it is ended all the same."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"it went on after SIGINT; until then it said {process.communicate()[0]!r}")
+
+
+@pytest.mark.parametrize("shell", [[], IN_THE_BACKGROUND], ids=["", "background"])
+def test_an_interrupted_fuzz_ends_its_workers_and_is_no_pass(tmp_path, shell):
     project = Project(tmp_path)
     project.spec("twice", cases="five = { n = 5, sim = true }\n[fuzz]\nn = [1, 500]\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "harness.cli", "fuzz", "--device", "sim", "--seconds", "60"],
+        [*shell, sys.executable, "-m", "harness.cli", "fuzz", "--device", "sim", "--seconds", "60"],
         cwd=tmp_path, env=project.environ, text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     assert "device: sim" in process.stdout.readline()
     while not (workers := children(process.pid)):  # threads start them
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[0]
+    said = interrupted(process)
     assert process.returncode == 130, said
     assert "interrupted: 1 specs were not explored to the end" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_an_interrupted_mutate_does_not_wait_for_what_is_being_judged(tmp_path):
+@pytest.mark.parametrize("shell", [[], IN_THE_BACKGROUND], ids=["", "background"])
+def test_an_interrupted_mutate_does_not_wait_for_what_is_being_judged(tmp_path, shell):
     project = Project(tmp_path)
     project.write("mine/twice.py", "import time\ndef twice(x, *, y):\n    time.sleep(99)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "harness.cli", "mutate", "--device", "sim"],
+        [*shell, sys.executable, "-m", "harness.cli", "mutate", "--device", "sim"],
         cwd=tmp_path, env=project.environ, text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     while not children(process.pid):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[0]
+    said = interrupted(process)
     assert process.returncode == 130, said
     assert "CERTIFIED" not in said
 
@@ -323,10 +336,14 @@ def test_a_signal_that_wakes_nobody_still_interrupts_a_fuzz_run(tmp_path, monkey
             pass
 
     monkeypatch.setattr(fuzz, "_Worker", Unheard)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background
     jobs = [{"path": "x.toml", "device": "sim", "seed": 0}]
     run = fuzz.Fuzz(tmp_path, devices.Choice("sim", [], ""), jobs, 1, devices.Leases([], 1))
-    with pytest.raises(KeyboardInterrupt):
-        run.run(lambda outcome: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.run(lambda outcome: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert heard == [True]
 
 
