@@ -28,7 +28,7 @@ import typer
 
 from harness import bench_compare, bench_report, console, devices, spec
 from harness.bench_clock import Ceiling
-from harness.report import replace_file
+from harness.report import read_object, replace_file
 
 if TYPE_CHECKING:
     from harness.bench_case import Timed
@@ -185,7 +185,7 @@ def bench(
         raise typer.Exit(code or 1)
     gpu = rows[0].gpu
     path = Path("ci/baselines") / f"{key(gpu)}.json"
-    known = baselines(path)
+    known = read_object(path)  # one that cannot be read: every case is MISSING
     for each in rows:
         if each.verdict != "WRONG":
             judge(each, known.get(each.id))
@@ -207,15 +207,6 @@ def bench(
     if code and not missing and not any(r.verdict in FAILING for r in rows):
         typer.echo(f"FAILED pytest ended with {code}, though every case has a time", err=True)
     raise typer.Exit(1 if code or missing or any(r.verdict in FAILING for r in rows) else 0)
-
-
-def baselines(path: Path) -> dict[str, Any]:
-    """What the file keeps, by case; nothing where it cannot be read: every case is MISSING then."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _json(value: Any) -> bytes:

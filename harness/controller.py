@@ -170,7 +170,7 @@ class Run:
         root = self.config.rootpath
         if self.seconds:
             times = {**self.earlier(), **self.seconds}
-            everything = {**read_json(root / SECONDS), self.choice.device: times}
+            everything = {**report.read_object(root / SECONDS), self.choice.device: times}
             with contextlib.suppress(OSError):  # a read-only checkout costs the order alone
                 report.replace_file(root / SECONDS, json.dumps(everything, indent=1).encode())
         if self.config.option.kdtr_report:
@@ -197,9 +197,9 @@ class Run:
 
     def earlier(self) -> dict[str, float]:
         """Seconds of each case in earlier runs: on GPUs those of the receipts, then those here."""
-        from harness import receipts
+        from harness import receipts, report
 
-        kept = read_json(self.config.rootpath / SECONDS).get(self.choice.device)
+        kept = report.read_object(self.config.rootpath / SECONDS).get(self.choice.device)
         pairs = kept.items() if isinstance(kept, dict) else ()
         found = {case: s for case, s in pairs if isinstance(s, int | float)}
         if self.choice.device == "sim":
@@ -236,12 +236,3 @@ def verdict_of(report: Any) -> Verdict | None:
 
     carried = dict(getattr(report, "user_properties", ())).get(PROPERTY)
     return restore(json.loads(carried)) if carried else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import sources
-from harness.report import Status, replace_file, seal
+from harness.report import Status, read_object, replace_file, seal
 from harness.spec import STAGES, Case, Spec, SpecError
 
 FOLDER = Path("ci", "receipts")
@@ -135,7 +135,7 @@ def record(root: Path, report: Mapping[str, Any], specs: Iterable[Spec]) -> list
             "driver": gpu["driver"],
             "versions": {k: context[k] for k in PACKAGES if k in context},
         }
-    found = _sanitized(root)
+    found = read_object(root / SANITIZED)
     written = []
     for slug, new in sorted(rows.items()):
         old = read(root, slug)
@@ -173,15 +173,6 @@ def _note(rows: Mapping[str, dict[str, Any]], found: Mapping[str, Any], gpu: str
             rows[i]["sanitizer"] = clean["tools"]
             noted += 1
     return noted
-
-
-def _sanitized(root: Path) -> dict[str, Any]:
-    """The last report of ci/sanitize.py here; empty if there is none that can be read."""
-    try:
-        found = json.loads((root / SANITIZED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # -- stages ----------------------------------------------------------------------------------------
@@ -241,9 +232,6 @@ def unmet(root: Path, stage: str, device: str, specs: Sequence[Spec | SpecError]
 
 
 def _devices(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # it is a cache: what cannot be read was not passed
-    rows = content.items() if isinstance(content, dict) else ()
+    """The rows of a stage by device. It is a cache: what cannot be read was not passed."""
+    rows = read_object(file).items()
     return {device: row for device, row in rows if isinstance(row, dict) and _STAGE_ROW <= {*row}}

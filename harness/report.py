@@ -287,6 +287,15 @@ def _by_spec(verdicts: Sequence[Verdict]) -> Iterator[list[Verdict]]:
     yield from ([v] for v in verdicts if not v.ok)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that nobody ever sees half of it."""
     with replacing(path) as temporary:
