@@ -24,7 +24,6 @@ EARLY = {
     "router": {"bias"},
     "tree_verify_mla_bf16": {"row_start", "prefix_len"},
     "w4a16_gemm": {"qw", "sc"},
-    "w4a16_short": {"qw", "sc"},
     "w4a16_wgmma": {"qw", "sc"},
 }
 PLAIN = {"join_columns"}  # kernels without it

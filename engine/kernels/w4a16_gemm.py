@@ -5,9 +5,7 @@ has the order of K). Slices 2 q and 2 q + 1 are the even and the odd blocks of q
 that the two halves of a 128-byte line are fetched together; slices are added in ascending order and
 y is rounded once, at the store. K is a compile-time constant: strides are then immediates.
 
-* `_w4a16_gemm`, mma.sync: a block computes 16 to 48 rows of W for up to 64 tokens, a warp a slice.
-* `_w4a16_short`, mma.sync, a K of one or two blocks a slice: all weights of a warp and all of x are
-  in flight at once, the weights in registers, x in shared memory.
+* `_w4a16_gemm`, mma.sync: a block computes 16 to 64 rows of W for up to 64 tokens, a warp a slice.
 * `_w4a16_wgmma`, Hopper, more than 16 rows of x: a warpgroup computes 64 rows of W for up to 64
   tokens, dequantised in its registers; the tokens come through a ring in shared memory, in the
   layout that `_permute_tiles` gives them. With many rows of W a block is two warpgroups that sum
@@ -51,9 +49,6 @@ from engine.ptx import (
     address,
     bits_to_f32,
     copy_bulk,
-    cp_async_16,
-    cp_async_commit,
-    cp_async_wait,
     f32_to_bf16,
     f32_to_bits,
     has_wgmma,
@@ -70,7 +65,6 @@ from engine.ptx import (
     mbarrier_init,
     mbarrier_init_fence,
     mbarrier_wait,
-    mma_int4,
     pack_bf16x2,
     pdl_launch_dependents,
     pdl_wait,
@@ -95,11 +89,11 @@ SHAPES = {
     (1, 2): (3, 4),
     (2, 2): (2, 2),
     (2, 3): (2, 2),
+    (2, 4): (1, 2),
     (4, 2): (1, 1),
     (8, 2): (1, 1),
 }
-SHORT = {2048: 2}  # K of `_w4a16_short`: groups of 32 rows of W a block
-SHORT_ABOVE = 4  # tokens
+TALL = {2048: 4}  # K: row tiles of 9 to 16 tokens, where reading x is what takes long
 PERMUTED = (96, 128, 192, 256, 384, 512, 2048, 7168)  # K of more than 16 tokens without wgmma
 
 
@@ -119,6 +113,7 @@ def _store_fragment(y, y_is_f32, m, n, token, row, total):
 @family(
     *({"k": k, "columns": c, "tiles": c, "k_order": True} for k in KS for c in (1, 2)),
     *({"k": k, "columns": c, "tiles": 2, "k_order": False} for k in PERMUTED for c in (4, 8)),
+    *({"k": k, "columns": 2, "tiles": t, "k_order": True} for k, t in TALL.items()),
     *({"k": 7168, "columns": 1, "tiles": 2, "k_order": o} for o in (True, False)),
     *({"k": k, "columns": 2, "tiles": 3, "k_order": False} for k in (96, 7168)),
 )
@@ -183,106 +178,6 @@ def _w4a16_gemm(*, k: int, columns: int, tiles: int, k_order: bool):
                 _store_fragment(y, y_is_f32, m, n, u32(first_token + token), row, total)
 
     return w4a16_gemm
-
-
-@family(*({"k": 2048, "columns": c, "groups": g} for c in (1, 2) for g in (1, 2)))
-def _w4a16_short(*, k: int, columns: int, groups: int):
-    """A block: `groups` times 32 rows of W, a warp a slice of each; 8 `columns` tokens."""
-    TURNS = k // (SLICES * BLOCK)  # blocks of K of a warp
-    BLOCK_THREADS = THREADS * groups
-    PASS = 8 * BLOCK_THREADS // k  # tokens that the block copies at once
-    FRAGMENTS = 2 * columns
-    PITCH = FRAGMENTS * FRAGMENT  # bytes of a slice's sums
-    SUMS_AT = 8 * columns * k * 2  # behind x
-    no_words, no_scales, no_sums = zeros(u32, 16), zeros(u32, 4), zeros(f32, 4 * FRAGMENTS)
-    load_words, load_scales = load_rows(4, 8 * k // 2), load_rows_u16(4, 8 * k // 16)
-    factors_of, multiply = int4_factors(4), mma_int4(2, columns, True)
-    keep, add = keep_slice(FRAGMENTS), add_slices(SLICES, FRAGMENTS)
-    wait_for_x = cp_async_wait(0)
-
-    @kernel(
-        threads=BLOCK_THREADS,
-        blocks_per_sm=2 // groups,
-        registers=128,
-        dynamic_shared=SUMS_AT + groups * SLICES * PITCH,
-        dependent_launch=True,
-        sass=("HMMA", "HFMA2", "LDG", "LDGSTS"),
-    )
-    def w4a16_short(
-        x: ptr[u16],  # [m, k] bf16
-        qw: ptr[u32],  # [n, k/8]
-        sc: ptr[u16],  # [n, k/32] bf16
-        m: u32,
-        n: u32,
-        y_is_f32: u32,
-        y: ptr[u16],  # [m, n] bf16 or fp32, out
-    ):
-        shared = shared_address(cuda.shared.array(0, u32), u32(0))
-        thread = u32(cuda.threadIdx.x)
-        lane = u32(thread & u32(31))
-        part = u32(u32(thread >> u32(5)) & u32(SLICES - 1))
-        group = u32(thread >> u32(8))
-        g = u32(lane >> u32(2))
-        t = u32(lane & u32(3))
-        first_row = u32(u32(u32(cuda.blockIdx.x) * u32(groups)) + group)
-        first_row = u32(first_row * u32(32))
-        first_token = u32(u32(cuda.blockIdx.y) * u32(8 * columns))
-        block = u32(u32(u32(part >> u32(1)) * u32(2 * TURNS)) + u32(part & u32(1)))
-        at = u64(u32(u32(block * u32(4)) + t))
-        row = u64(u32(first_row + g))
-        words = u64(address(qw, u64(row * u64(k // 8))) + u64(at * u64(16)))
-        scales = u64(address(sc, u64(row * u64(k // GROUP))) + u64(at * u64(2)))
-        w = load_words(words, u32(1), no_words())
-        s = load_scales(scales, u32(1), no_scales())
-        for turn in static_range(1, TURNS):  # a slice has every second block
-            w = w + load_words(u64(words + u64(128 * turn)), u32(1), no_words())
-            s = s + load_scales(u64(scales + u64(16 * turn)), u32(1), no_scales())
-
-        # x: [block][word of a lane][column tile][token][lane t ^ word], 16 bytes each. A thread has
-        # one chunk of every PASS-th token.
-        chunk = u32(thread % u32(k // 8))
-        own_token = u32(thread // u32(k // 8))
-        word = u32(chunk & u32(3))
-        place = u32(u32(u32(chunk >> u32(4)) * u32(4)) + word)
-        place = u32(u32(place * u32(columns * FRAGMENT)) + u32(own_token * u32(64)))
-        its_lane = u32(u32(u32(chunk >> u32(2)) & u32(3)) ^ word)
-        place = u32(shared + place + u32(its_lane * u32(16)))
-        if m > u32(0):  # always; in straight code ptxas moves the wait ahead of the loads
-            pdl_wait()
-        pdl_launch_dependents()
-        for i in static_range(8 * columns // PASS):
-            token = u32(first_token + u32(own_token + u32(PASS * i)))
-            token = u32(min(token, u32(m - u32(1))))  # the last fills the tile
-            source = address(x, u64(u64(token) * u64(k) + u64(u32(chunk * u32(8)))))
-            cp_async_16(u32(place + u32(PASS * i // 8 * FRAGMENT + PASS * i % 8 * 64)), source)
-        cp_async_commit()
-        wait_for_x()
-        cuda.syncthreads()
-
-        sums = no_sums()
-        for turn in static_range(TURNS):
-            factors = factors_of(s[4 * turn : 4 * turn + 4])
-            for j in static_range(4):
-                place = u32(u32(u32(block + u32(2 * turn)) * u32(4)) + u32(j))
-                place = u32(place * u32(columns * FRAGMENT))
-                place = u32(shared + place + u32(u32(lane ^ u32(j)) * u32(16)))
-                its_x = load_shared_v4(place)
-                for c in static_range(1, columns):
-                    its_x = its_x + load_shared_v4(u32(place + u32(c * FRAGMENT)))
-                words_of = w[16 * turn + 4 * j : 16 * turn + 4 * j + 4]
-                sums = multiply(words_of, factors, its_x, sums)
-
-        shared = u32(shared + u32(SUMS_AT) + u32(group * u32(SLICES * PITCH)))
-        shared = u32(shared + u32(lane * u32(16)))
-        keep(u32(shared + u32(part * u32(PITCH))), sums)
-        cuda.syncthreads()
-        if part < u32(FRAGMENTS):
-            total = add(u32(shared + u32(part * u32(FRAGMENT))))
-            token = u32(u32(u32(part % u32(columns)) * u32(8)) + u32(t * u32(2)))
-            row = u64(u32(first_row + u32(u32(part // u32(columns)) * u32(16)) + g))
-            _store_fragment(y, y_is_f32, m, n, u32(first_token + token), row, total)
-
-    return w4a16_short
 
 
 @family(
@@ -624,16 +519,11 @@ def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
     m is at most 256 (NotImplementedError). A row's bits follow from k alone.
     """
     m, n, k = _check("w4a16_gemm", x, qw, sc, y)
-    if k in SHORT and m > SHORT_ABOVE:
-        columns, groups = 2 if m > 8 else 1, SHORT[k] if n % (32 * SHORT[k]) == 0 else 1
-        _w4a16_short(k=k, columns=columns, groups=groups).launch(
-            (n // (32 * groups), cdiv(m, 8 * columns)),
-            x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
-        )  # fmt: skip
-        return
     # A slice of one or two blocks takes eight tokens no faster than sixteen.
     columns = 2 if m > 8 or (m > 4 and cdiv(k, BLOCK) <= 2 * SLICES) else 1
     tiles = 1 if columns == 1 and n // 48 < RESIDENT else 2
+    if m > 8 and k in TALL and n % (16 * TALL[k]) == 0:
+        tiles = TALL[k]
     _w4a16_gemm(k=k, columns=columns, tiles=tiles, k_order=True).launch(
         (n // (16 * tiles), cdiv(m, 8 * columns)),
         x, qw, sc, m, n, y.dtype == np.float32, y, stream=stream,
