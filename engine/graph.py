@@ -123,11 +123,7 @@ class Staged:
     def _queue(self, stream: Any, *, captured: bool) -> None:
         self._record(0, stream, captured)
         for i, launches in enumerate(self.stages.values()):
-            if captured:
-                capture(launches, stream)
-            else:
-                for launch in launches:
-                    launch.call(stream=stream)
+            queue(launches, stream)
             self._record(i + 1, stream, captured)
 
     def _record(self, event: int, stream: Any, captured: bool) -> None:
@@ -139,29 +135,20 @@ class Staged:
         _sound(driver.cuEventRecordWithFlags(self._events[event].handle, _raw(stream), flag))
 
 
-def recorded(queue: Callable[[Any], None]) -> Any:
-    """The CUDA graph of what `queue` puts on the builder that it is given."""
+def queue(launches: Sequence[Launch], stream: Any) -> None:
+    """Launch them in order, or put them on a graph that is being built."""
+    for launch in launches:
+        launch.call(stream=stream)
+
+
+def recorded(put: Callable[[Any], None]) -> Any:
+    """The CUDA graph of what `put` puts on the builder that it is given."""
     from cuda.core import Device
 
     builder = Device().create_graph_builder()
     builder.begin_building()
-    queue(builder)
+    put(builder)
     return builder.end_building().complete()
-
-
-def capture(launches: Sequence[Launch], builder: Any) -> None:
-    """Add launches to a graph that is being built: those `beside` on a branch of their own."""
-    side = None
-    for launch in launches:
-        if launch.beside:
-            if side is None:
-                _, side = builder.split(2)
-            launch.call(stream=side)
-            continue
-        if launch.joins and side is not None:
-            type(builder).join(builder, side)
-            side = None
-        launch.call(stream=builder)
 
 
 def _raw(stream: Any) -> int:

@@ -19,7 +19,7 @@ large matrices; what follows a split matrix or kernel is a gather:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from engine.kernels.swiglu import swiglu
 from engine.kernels.tree_verify_mla import tree_verify_mla_heads
 from engine.splits import MAX_SPLITS
 
-BESIDE_ROWS = 16  # up to which the shared expert runs beside the routed ones; more fill the memory
 INT4_ROWS = 256  # that the INT4 GEMM and the MoE kernels take in one launch
 
 Config = Mapping[str, Any]  # the public config.json's text_config, and lora_rms_norm_eps
@@ -46,8 +45,6 @@ class Launch:
     name: str
     call: Callable[..., None]  # takes `stream`
     records: dict[str, Any] = field(default_factory=dict)
-    beside: bool = False  # in a graph: beside the launches that follow, up to one that joins
-    joins: bool = False  # waits for those beside
 
 
 class Buffers:
@@ -465,17 +462,13 @@ def moe(
     name: str, h: Any, weights: Moe, window: Window, b: Buffers, group: Any = None
 ) -> tuple[list[Launch], Any]:
     """Launches from h [rows, hidden] to delta [parts, rows, hidden]: routed experts, then the
-    shared expert's parts. With few rows the shared expert comes first, beside the router, which
-    leaves the memory idle, and the routed experts; the launch that follows the block joins."""
+    shared expert's parts."""
     rows, hidden = h.shape
     shared_parts = weights.shared.down.parts if weights.shared else 0
     logits = b.view("router_logits", weights.gate.parts, rows, weights.gate.n)
     experts = b.view("experts", rows, weights.top_k, dtype="int32")
     shares = b.view("expert_weights", rows, weights.top_k)
     delta = b.view("delta", 1 + shared_parts, rows, hidden)
-    shared = []
-    if weights.shared:
-        shared = mlp(f"{name}.shared", h, weights.shared, delta[1:], b, group)
     launches = [
         *project(f"{name}.gate", h, weights.gate, logits, b),
         Launch(
@@ -488,9 +481,9 @@ def moe(
         ),
         *routed_experts(f"{name}.experts", h, experts, shares, weights, delta[0], b, group),
     ]  # fmt: skip
-    if group is None and rows <= BESIDE_ROWS:
-        return [*(replace(launch, beside=True) for launch in shared), *launches], delta
-    return [*launches, *shared], delta
+    if weights.shared:
+        launches += mlp(f"{name}.shared", h, weights.shared, delta[1:], b, group)
+    return launches, delta
 
 
 def decoder_layer(
@@ -509,7 +502,7 @@ def decoder_layer(
 
     def add(what: str, delta: Any, norm: Any, **records: Any) -> Launch:
         call = partial(add_rms_norm, delta, norm, eps=config["rms_norm_eps"], x=x, y=h)
-        return Launch(f"{name}.{what}", call, records, joins=True)
+        return Launch(f"{name}.{what}", call, records)
 
     launches, delta = mla(f"{name}.mla", h, weights.attention, cache, window, config, b, group)
     launches.append(add("add_attention", delta, weights.post_norm))

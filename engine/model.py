@@ -21,7 +21,7 @@ import numpy as np
 from engine import layers
 from engine.cache import LatentCache
 from engine.device import SIMULATED, cdiv, copy_to_device, to_device, to_host
-from engine.graph import capture, recorded
+from engine.graph import queue, recorded
 from engine.kernels.argmax import CHUNKS, argmax
 from engine.kernels.embedding import embedding
 from engine.kernels.rms_norm import rms_norm
@@ -102,7 +102,7 @@ class Plan:
         from cuda.core import LEGACY_DEFAULT_STREAM
 
         if self._graph is None:
-            self._graph = recorded(partial(capture, self.launches))
+            self._graph = recorded(partial(queue, self.launches))
         self._graph.launch(LEGACY_DEFAULT_STREAM if stream is None else stream)
 
     def check(self) -> None:

@@ -5,12 +5,9 @@ import pytest
 
 from engine.cache import CacheFull, LatentCache
 from engine.device import empty, to_host
-from engine.graph import capture
 from engine.kernels.w4a16_gemm import w4a16_gemm_many
 from engine.layers import (
-    BESIDE_ROWS,
     Buffers,
-    Launch,
     Layer,
     Matrix,
     Mlp,
@@ -162,50 +159,3 @@ def test_launches_are_in_one_place(model):
     assert names[-2:] == ["head", "argmax"]
     assert len(names) == 3 + 8 + 5 + 2
     assert model.plan(3, 1) is model.plan(3, 1)
-
-
-class Builder:
-    """Of a graph: what happens on it and its branches, in order."""
-
-    def __init__(self, name="main", seen=None):
-        self.name, self.seen = name, [] if seen is None else seen
-
-    def split(self, count):
-        assert count == 2
-        self.seen.append("split")
-        return self, Builder("side", self.seen)
-
-    @staticmethod
-    def join(main, side):
-        main.seen.append(f"join {main.name} {side.name}")
-
-
-def test_launches_beside_others_are_on_a_branch_that_is_joined():
-    def launch(name, **where):
-        return Launch(name, lambda stream: stream.seen.append(f"{name} on {stream.name}"), **where)
-
-    builder = Builder()
-    capture(
-        [
-            launch("add", joins=True), launch("shared", beside=True), launch("down", beside=True),
-            launch("router"), launch("experts"), launch("add", joins=True), launch("head"),
-        ],
-        builder,
-    )  # fmt: skip
-    assert builder.seen == [
-        "add on main", "split", "shared on side", "down on side", "router on main",
-        "experts on main", "join main side", "add on main", "head on main",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rows", "first"), [(BESIDE_ROWS, "shared"), (BESIDE_ROWS + 1, "gate")])
-def test_the_shared_expert_is_beside_the_routed_ones_where_rows_are_few(rows, first):
-    config = {**bundles.config("tiny-fp32"), "num_hidden_layers": 2}
-    model = Model(
-        bundles.tensors("tiny-fp32"), config, rows=rows, requests=1, positions=32, page_size=4
-    )
-    launches = [x for x in model.plan(rows, 1).launches if ".moe." in x.name]
-    assert launches[0].name.startswith(f"layer1.moe.{first}")
-    assert {x.name.split(".")[2] for x in launches if x.beside} == (
-        {"shared"} if first == "shared" else set()
-    )

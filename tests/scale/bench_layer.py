@@ -2,15 +2,14 @@
 
     python -m tests.scale.bench_layer [--nodes 1 16 64] [--prefix 4096]
 
-The layer runs as it does in a model, as one CUDA graph: that is its time. A launch's time is that
-of a graph up to and including it, one launch after the other, less that of the graph before it;
-every replay first reads a buffer larger than the L2 cache and restores the layer's input. Floors:
-the bytes that a launch must read over the copy bandwidth measured here, or its operations over
-MATRIX_TFLOPS where those take longer. Needs 24 GB of device memory.
+The layer runs as it does in a model, as one CUDA graph. A launch's time is that of the graph up to
+and including it, less that of the graph before it; every replay first reads a buffer larger than
+the L2 cache and restores the layer's input. Floors: the bytes that a launch must read over the copy
+bandwidth measured here, or its operations over MATRIX_TFLOPS where those take longer. Needs 24 GB
+of device memory.
 """
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,6 @@ from engine.device import (
     u64,
 )
 from engine.device import cuda as device_cuda
-from engine.graph import capture
-from engine.layers import Launch
 from engine.model import Plan, Tree
 from engine.passes import ready
 from engine.prepared import Prepared
@@ -91,15 +88,13 @@ def restored(array: Any) -> Any:
     return partial(_restore.launch, cdiv(words, 256), kept, array, words)
 
 
-def captured(calls: list, launches: Sequence[Launch] = ()) -> Any:
-    """A graph of the calls and then of the launches, as a model captures those."""
+def captured(calls: list) -> Any:
     from cuda.core import Device
 
     builder = Device().create_graph_builder()
     builder.begin_building()
     for call in calls:
         call(stream=builder)
-    capture(launches, builder)
     return builder.end_building().complete()
 
 
@@ -182,13 +177,13 @@ def measure(nodes: int, keys: int, rate: float, given: dict, weights: Prepared) 
     start = partial(_read.launch, FLUSH_BYTES // 16384, flush, empty((1,), "uint32"))
     begin, calls = [start, *again], [launch.call for launch in layer]
     graphs = [captured(begin + calls[:count]) for count in range(len(calls) + 1)]
-    *times, whole = graph_times_us([*graphs, captured(begin, layer)])
+    times = graph_times_us(graphs)
     print(f"\nT = {nodes}, P = {keys}, {hit} experts hit, copy {rate / 1e6:.2f} TB/s")
     for launch, time in zip(layer, np.diff(times), strict=True):
         floor = floors.get(launch.name.removeprefix("layer0."))
         beside = "" if floor is None else f"{floor:9.1f} floor"
         print(f"{launch.name:32s}{time:9.1f} us{beside}")
-    total, floor = whole - times[0], sum(floors.values())
+    total, floor = times[-1] - times[0], sum(floors.values())
     print(f"{'layer':32s}{total:9.1f} us{floor:9.1f} floor, {total / floor:.2f}x")
 
 
