@@ -297,8 +297,6 @@ def _packed_at(packed, pitch, row, token):
 @family(
     {"stages": 1, "rows": 64, "tiles": 4, "x_ring": 1},
     {"stages": 1, "rows": 64, "tiles": 2, "x_ring": 1},
-    {"stages": 4, "rows": 64, "tiles": 1, "x_ring": 3},
-    {"stages": 4, "rows": 64, "tiles": 1, "x_ring": 4},
     {"stages": 4, "rows": 32, "tiles": 1, "x_ring": 4},
 )
 def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
@@ -490,13 +488,6 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
     return gemm_resident
 
 
-# How `_gemm_resident` cuts w by the number of stages of K.
-RESIDENT = {
-    1: {"rows": 64, "tiles": 4, "x_ring": 1},
-    4: {"rows": 64, "tiles": 1, "x_ring": 3},
-}
-
-
 def parts(n: int, k: int) -> int:
     """Ranges of K to sum in separate blocks so that weights [n, k] keep every SM busy: about two
     blocks an SM, none with fewer than eight stages."""
@@ -517,6 +508,15 @@ def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
         rows = 96 if cdiv(n, 64) * blocks > SMS else 64
         return {"rows": rows, "tokens": tokens, "ring": 4, "groups": 4}
     return {"rows": 64, "tokens": tokens, "ring": 3, "groups": 4}  # two blocks fit an SM
+
+
+def _resident_tile(m: int, stages: int) -> dict[str, int] | None:
+    """How `_gemm_resident` cuts w, None where `_gemm_bf16` is as fast or faster."""
+    if stages == 1 and m > 32:
+        return {"rows": 64, "tiles": 2 if m <= 64 else 4, "x_ring": 1}
+    if stages == 4 and 32 < m <= 64:
+        return {"rows": 32, "tiles": 1, "x_ring": 4}
+    return None
 
 
 def gemm_bf16(x, w, *, y, stream=None) -> None:
@@ -566,10 +566,10 @@ def _launch(x, w, y, dims: dict[str, int], count: int, stream) -> None:
         )
     stages = cdiv(cdiv(k, STAGE_K), count)
     whole_units = y.dtype != np.float32 and n % 8 == 0 and y_width % 8 == 0
-    if m > 32 and count == 1 and stages in RESIDENT and whole_units:
-        cut = RESIDENT[stages]
-        _gemm_resident(stages=stages, **cut).launch(
-            (cdiv(m, 64), cdiv(n, cut["rows"] * cut["tiles"]), batch),
+    tile = _resident_tile(m, stages) if count == 1 and whole_units else None
+    if tile:
+        _gemm_resident(stages=stages, **tile).launch(
+            (cdiv(m, 64), cdiv(n, tile["rows"] * tile["tiles"]), batch),
             x, w, m, n, k, batch, x_width, y_width, y, stream=stream,
         )  # fmt: skip
         return
