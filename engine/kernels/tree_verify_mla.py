@@ -243,7 +243,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
         partial: ptr[f32],  # [rows, MAX_SPLITS, heads, rank], out
         stats: ptr[f32],  # [rows, MAX_SPLITS, heads, 2]: maximum and sum, out
     ):
-        pdl_launch_dependents()
+        # No early start for the fold: its blocks would take the place of this kernel's last wave.
         shared = shared_address(cuda.shared.array(0, u8), u32(0))
         words_of_shared = cuda.shared.array(0, u32)
         floats_of_shared = cuda.shared.array(0, f32)
