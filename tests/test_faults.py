@@ -146,6 +146,7 @@ WRITES = {
     ("harness/seat.py", "watch"): "last words, read when the writer is dead",
     ("harness/seat.py", "leave"): "last words",
     ("harness/bench_items.py", "write"): "rows of a run, appended and read by the same run",
+    ("ci/same_sass.py", "dump"): "in a temporary folder, read by the process that asked for it",
     ("harness/mutate.py", "file"): "a mutant in a folder of this run",
     ("goldens/calibrate.py", "main"): "beside the file, which it then replaces",
 }
