@@ -295,12 +295,12 @@ def _packed_at(packed, pitch, row, token):
 
 
 @family(
-    {"stages": 1, "rows": 64, "tiles": 4, "x_ring": 1},
-    {"stages": 1, "rows": 64, "tiles": 2, "x_ring": 1},
-    {"stages": 4, "rows": 32, "tiles": 1, "x_ring": 4},
+    {"stages": 1, "rows": 64, "tiles": 4},
+    {"stages": 1, "rows": 64, "tiles": 2},
+    {"stages": 4, "rows": 32, "tiles": 1},
 )
-def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
-    """A block: `tiles` times `rows` rows of w, 64 tokens, all of K; x in a ring of stages."""
+def _gemm_resident(*, stages: int, rows: int, tiles: int):
+    """A block: `tiles` times `rows` rows of w and 64 tokens, all of K of both at once."""
     TOKENS_A_BLOCK = 64
     GROUPS = 1 if stages == 1 else 4  # of warps along K, as in _gemm_bf16
     ALONG_TOKENS = 4 if stages == 1 else 1
@@ -313,11 +313,11 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
     PLANE = rows * PITCH
     PACKED_PITCH = 2 * (rows + 8)  # bytes of a token's results; 4 words mod 32
     PACKED_AT = 4 * GROUPS * PLANE if GROUPS == 4 else 0
-    SHARED = max(X_AT + x_ring * X_STAGE, PACKED_AT + TOKENS_A_BLOCK * PACKED_PITCH)
+    SHARED = max(X_AT + stages * X_STAGE, PACKED_AT + TOKENS_A_BLOCK * PACKED_PITCH)
     no_sums = zeros(f32, 4 * ROW_TILES * TOKEN_TILES)
     multiply = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     copy_w, copy_x = _copier(rows // 16), _copier(TOKENS_A_BLOCK // 16)
-    wait_for_stage = cp_async_wait(x_ring - 1)
+    wait_for_stage = cp_async_wait(stages - 1)
 
     @kernel(
         threads=THREADS,
@@ -389,7 +389,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
                 )
         cp_async_commit()
         pdl_wait()
-        for stage in static_range(x_ring):
+        for stage in static_range(stages):
             copy_x(
                 u32(into + u32(X_AT + stage * X_STAGE)),
                 u64(x_from + u64(stage * ROW_BYTES)),
@@ -407,7 +407,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
                     wait_for_stage()
                     cuda.syncthreads()
                 a_at = u32(a_from + u32((tile * stages + stage) * W_STAGE))
-                b_at = u32(b_from + u32(stage % x_ring * X_STAGE))
+                b_at = u32(b_from + u32(stage * X_STAGE))
                 for step in static_range(8 // GROUPS):  # 16 columns each
                     at = u32(u32(u32(a_chunk + u32(2 * step)) ^ a_swizzle) * u32(16))
                     a = ldmatrix_x4(u32(a_at + at))
@@ -418,16 +418,6 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int, x_ring: int):
                     for i in static_range(1, TOKEN_TILES // 2):
                         b = b + ldmatrix_x4(u32(b_at + at + u32(16 * i * ROW_BYTES)))
                     sums = multiply(sums, a, b)
-                if stage + x_ring < stages:
-                    cuda.syncthreads()  # the stage is used up
-                    copy_x(
-                        u32(into + u32(X_AT + stage * X_STAGE)),
-                        u64(x_from + u64((stage + x_ring) * ROW_BYTES)),
-                        x_step,
-                        x_row,
-                        m,
-                        u32(k_copy + u32((stage + x_ring) * STAGE_K)) < k,
-                    )
                 if tile == 0:
                     cp_async_commit()  # one a stage, so that the waits are alike
             cuda.syncthreads()  # the weights of this tile are used up: its results take their place
@@ -513,9 +503,9 @@ def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
 def _resident_tile(m: int, stages: int) -> dict[str, int] | None:
     """How `_gemm_resident` cuts w, None where `_gemm_bf16` is as fast or faster."""
     if stages == 1 and m > 32:
-        return {"rows": 64, "tiles": 2 if m <= 64 else 4, "x_ring": 1}
+        return {"rows": 64, "tiles": 2 if m <= 64 else 4}
     if stages == 4 and 32 < m <= 64:
-        return {"rows": 32, "tiles": 1, "x_ring": 4}
+        return {"rows": 32, "tiles": 1}
     return None
 
 
