@@ -6,8 +6,8 @@
 In this order, as far as --budget lasts: compile for these GPUs and make goldens, on all cores; the
 gate on each GPU alone, all at once; on 2, 4, .. and all GPUs, there with receipts; a worker killed
 in the middle of a case; a K2.6 layer split over 1, 2, 4, .. GPUs. With --subset the runs that are
-compared take these specs alone, and the whole gate runs once, first, on all GPUs. Cases for k GPUs
-run where k are.
+compared take these specs alone, and the whole gate runs once, first, on all GPUs, unless --no-whole
+says that another call has done that. Cases for k GPUs run where k are.
 
 Written to --out: many-gpus.json, many-gpus.md, and report and log of each run. Exit 0 if every
 verdict is a pass but that of the killed case, no bits differ, and nothing was left out.
@@ -114,7 +114,7 @@ class Runs:
     def all(self) -> None:
         gpus, subset = self.gpus, self.asked.subset
         self.prepare()
-        if subset:  # first, for its receipts
+        if subset and self.asked.whole:  # first, for its receipts
             self.together([Leg("whole", gpus)], [], receipt=True, share=WHOLE_SHARE)
         alone = gpus if self.asked.alone is None else gpus[: self.asked.alone]
         if alone:
@@ -421,6 +421,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", default="auto", metavar="N",
         help="of the run with receipts; with more than GPUs, goldens are made meanwhile",
+    )  # fmt: skip
+    parser.add_argument(
+        "--whole", action=argparse.BooleanOptionalAction, default=True,
+        help="with --subset: the whole gate, with receipts",
     )  # fmt: skip
     parser.add_argument(
         "--compiled", action="store_true", help="the cubins are in the cache (KDTR_CACHE)"

@@ -55,6 +55,21 @@ def test_a_dry_run_on_eight_fake_gpus(project):
     assert "its verdict is CRASHED" in text
 
 
+def test_the_whole_gate_can_be_left_to_another_call(project):
+    project.environ["KDTR_FAKE_GPUS"] = "GPU-0,GPU-1"
+    project.spec("twice", cases=SMALL)
+    project.spec("other", cases=MANY)
+    project.write("mine/slow.py", SLOW)
+    path = project.folder / "specs" / "other.toml"
+    path.write_text(path.read_text().replace("mine.twice:twice", "mine.slow:twice"))
+    project.environ["PYTHONPATH"] = f"{ROOT}:{project.folder}"
+    options = ("--gpus", "2", "--alone", "0", "--no-whole", "--subset", "twice", "--kill", "other")
+    done = project.run("-m", "ci.many_gpus", *options, "--out", "out", timeout=200)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((project.folder / "out" / "many-gpus.json").read_text())
+    assert [leg["name"] for leg in found["legs"]] == ["on-2", "killed"]
+
+
 def case(name, status="PASSED", bits="00"):
     return {
         "id": name, "stage": "kernel", "status": status, "ok": status == "PASSED",
