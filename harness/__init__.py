@@ -13,6 +13,7 @@ all cases  stages     the gate: a pytest session a stage, reconciled with what w
            devices    GPUs and their leases; probe: what the driver says; doctor: what follows
 evidence   sources    the files behind a verdict; receipts: what a GPU passed from them
            mutants    faults to plant; mutate: judge them (nursery: each in its process)
+           mutate_gpu     and once more on a GPU
            certificates   what came of it, and how it stands
            fuzz       cases drawn inside a spec's ranges
 speed      bench      against floor, peers and baseline; bench_case, bench_clock: one case

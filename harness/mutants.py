@@ -11,6 +11,7 @@ and programmatic dependent launch, which no single launch can show.
 
 import ast
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ _ARITHMETIC = {
     ast.Add: "-", ast.Sub: "+", ast.FloorDiv: "%", ast.Mod: "//", ast.LShift: ">>",
     ast.RShift: "<<", ast.BitAnd: "|", ast.BitOr: "&",
 }  # fmt: skip
+_WAIT = re.compile(r"syncthreads|syncwarp|threadfence|wait")
 _SILENT = {"check", "pdl_wait", "pdl_launch_dependents", "_require_device_array"}
 _SIZES = {"array"}  # of shared and local memory: one more of it changes nothing
 _STEPS = {"u16": 2, "u32": 4, "v2": 8, "v4": 16}
@@ -56,6 +58,7 @@ class Planted:
     line: int  # of the statement that changed; 0: reached by every case
     reason: str | None = None  # why it changes nothing, in the spec's words
     gpu: str | None = None  # why only a GPU can show it
+    waits: bool = False  # what changed is a barrier or a wait for a copy: on a GPU a matter of luck
     flaw: str = ""  # "EQUAL: ...", "STALE: ...", "INVALID: ..."
 
 
@@ -80,7 +83,10 @@ def named(spec: Spec, sources: dict[str, str]) -> list[Planted]:
             flaw = _flaw(source, changed)
             line = statement_line(source, source[: source.index(mutant.find)].count("\n") + 1)
         one = Planted(mutant.name, "named", module, changed, line)
-        planted.append(replace(one, reason=mutant.equivalent, gpu=mutant.gpu, flaw=flaw))
+        waits = any(_WAIT.search(text) for text in _lost(mutant.find, mutant.replace))
+        planted.append(
+            replace(one, reason=mutant.equivalent, gpu=mutant.gpu, waits=waits, flaw=flaw)
+        )
     return planted
 
 
@@ -106,7 +112,14 @@ def generic(
             name = f"{name} ({names[name]})"
         if only is not None and name not in only:
             continue
-        planted = Planted(name, edit.operator, module, edit.apply(source), edit.line)
+        planted = Planted(
+            name,
+            edit.operator,
+            module,
+            edit.apply(source),
+            edit.line,
+            waits=edit.operator == "barrier",
+        )
         form = _normal(planted.source)
         if form is None or form in same:
             continue
@@ -127,9 +140,26 @@ def has_kernels(source: str) -> bool:
     return any(isinstance(n, ast.FunctionDef) and _kind(n) == "kernel" for n in ast.walk(tree))
 
 
+def has_device_code(source: str) -> bool:
+    """Whether something of the module may end up in the machine code of a kernel."""
+    tree = ast.parse(source)
+    return any(
+        (isinstance(n, ast.FunctionDef) and _kind(n))
+        or (isinstance(n, ast.Call) and _called(n) == "instruction")
+        for n in ast.walk(tree)
+    )
+
+
 def draw(planted: Sequence[Planted], count: int, reached: Collection[int]) -> list[Planted]:
     """The first `count` of those whose statement some case reaches."""
     return [p for p in planted if not p.line or p.line in reached][:count]
+
+
+def _lost(find: str, replace: str) -> set[str]:
+    """Lines of a text that are not in the other."""
+    return {line.strip() for line in find.splitlines()} - {
+        line.strip() for line in replace.splitlines()
+    }
 
 
 def _flaw(source: str, changed: str) -> str:

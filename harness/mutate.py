@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import certificates, mutants, nursery, sources
+from harness import certificates, golden, mutants, nursery, sources
 from harness import spec as specs
 from harness.certificates import (
     CERTIFIED,
@@ -93,8 +93,9 @@ class Pool:
         self._idle.put(process)
         return json.loads(answer)
 
-    def _start(self, *arguments: str) -> subprocess.Popen:
+    def _start(self, *arguments: str, **variables: str) -> subprocess.Popen:
         environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": str(int(self.device == "sim"))}
+        environment |= variables
         environment.setdefault("OMP_NUM_THREADS", "1")
         process = subprocess.Popen(
             [sys.executable, "-m", "harness.nursery", *arguments],
@@ -111,7 +112,8 @@ class Pool:
         return process
 
     def _once(self, job: dict[str, Any]) -> dict[str, Any]:
-        process = self._start("--once")
+        variables = {"KDTR_CACHE": job["cache"]} if job.get("cache") else {}
+        process = self._start("--once", **variables)
         limit_s = 60 + sum(job["limits"].values())
         try:
             answer, _ = process.communicate(json.dumps(job) + "\n", timeout=limit_s)
@@ -119,6 +121,8 @@ class Pool:
             _kill(process)
             process.communicate()
             return nursery.lost(job, Status.TIMEOUT, f"no verdict after {limit_s:g} s")
+        if self._ended:  # then it was killed, and its mutant was not
+            raise RuntimeError("the run ended before its verdict")
         try:
             return json.loads(answer)
         except ValueError:
@@ -254,7 +258,11 @@ class Examination:
             return lambda: {**row, "outcome": outcome, "why": why}
         key = hashlib.sha256(f"{mutant.module}\0{mutant.name}".encode()).hexdigest()[:16]
         file = self.file(key, mutant.source)
-        future = self.pool.submit(self.job(cases, mutant.module, file, of=of))
+        job = self.job(cases, mutant.module, file, of=of)
+        on_device = self.spec.stage == "kernel" or mutants.has_device_code(mutant.source)
+        if self.pool.device == "cuda" and on_device:
+            job["cache"] = str(self.own_cache(key))
+        future = self.pool.submit(job)
         return lambda: {**row, **self.outcome(mutant, future.result(), of)}
 
     def elsewhere(self, mutant: Planted, row: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +322,20 @@ class Examination:
         path.write_text(text, encoding="utf-8")
         return path
 
+    def own_cache(self, key: str) -> Path:
+        """A KDTR_CACHE for one mutant, but for goldens, which all share.
+
+        The engine keeps machine code under a digest of the files in the tree, and a mutant is in
+        none of them: it would be judged by the machine code of the kernel as it is, or leave its
+        own for that kernel to find."""
+        home = self.folder / f"{self.spec.stem}.{key}.cache"
+        if not home.exists():
+            home.mkdir()
+            shared = golden.cache_path(self.spec, "", None).parent
+            shared.mkdir(parents=True, exist_ok=True)
+            (home / "goldens").symlink_to(shared.resolve())
+        return home
+
     def run(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
         """The certificate; `before` is the one that it replaces."""
         self.run_honest()
@@ -363,11 +385,13 @@ class Examination:
 
 def _cheapest(spec: Spec) -> list[Case]:
     """The simulator's cases of a spec, the smallest tensors first."""
+    cases = (case for case in spec.cases.values() if case.sim)
+    return sorted(cases, key=lambda case: size(spec, case))
 
-    def size(case: Case) -> int:
-        return sum(math.prod(shape) for shape in spec.shapes(case).values())
 
-    return sorted((case for case in spec.cases.values() if case.sim), key=size)
+def size(spec: Spec, case: Case) -> int:
+    """Elements of all tensors of a case."""
+    return sum(math.prod(shape) for shape in spec.shapes(case).values())
 
 
 def _source(module: str) -> str:
@@ -411,7 +435,7 @@ def examine(
         ThreadPoolExecutor(workers + 1) as threads,
         pool(root, workers) as judges,  # ends first, so that who waits for a verdict ends too
     ):
-        return _all(threads, one, chosen)
+        return all_of(threads, one, chosen)
 
 
 def _family(spec: Spec) -> str:
@@ -423,12 +447,12 @@ def check(
     chosen: Sequence[Spec],
     *,
     workers: int,
-    device: str = "sim",
     part: float = 1.0,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """What is wrong with the certificates: missing, damaged, made from other sources, VACUOUS, or
-    no longer what comes out when `part` of their mutants (chosen by content) are judged again."""
+    no longer what comes out when `part` of their mutants (chosen by content) are judged again in
+    the simulator. harness/mutate_gpu.py judges them on a GPU."""
 
     def one(spec: Spec) -> list[str]:
         said = certificates.standing(root, spec)
@@ -443,14 +467,12 @@ def check(
     with (
         tempfile.TemporaryDirectory(prefix="kdtr-mutants-") as folder,
         ThreadPoolExecutor(workers + 1) as threads,
-        pool(
-            root, workers, device
-        ) as judges,  # ends first, so that who waits for a verdict ends too
+        pool(root, workers) as judges,  # ends first, so that who waits for a verdict ends too
     ):
-        return [problem for found in _all(threads, one, chosen) for problem in found]
+        return [problem for found in all_of(threads, one, chosen) for problem in found]
 
 
-def _all(threads: ThreadPoolExecutor, one: Callable[[Spec], Any], chosen: Sequence[Spec]) -> list:
+def all_of(threads: ThreadPoolExecutor, one: Callable[[Spec], Any], chosen: Sequence[Spec]) -> list:
     """`one` of each, in order. Waits in short steps: one long wait would not hear an interrupt that
     came just before it, or to another thread."""
     futures = [threads.submit(one, spec) for spec in chosen]
@@ -468,27 +490,22 @@ def _all(threads: ThreadPoolExecutor, one: Callable[[Spec], Any], chosen: Sequen
 
 def again(examination: Examination, certificate: Mapping[str, Any], part: float) -> list[str]:
     """Judge a certificate's mutants again: the dead by the case that killed them, those that change
-    nothing by the two cheapest, on a GPU those that need one by all."""
+    nothing by two."""
     spec = examination.spec
     own, generic = examination.planted({row["name"] for row in certificate["mutants"]})
     planted = {(p.module, p.name): p for p in [*own, *generic]}
     cases = [h["case"] for h in certificate["honest"]][:2]
-    on_gpu = examination.pool.device == "cuda"
     waiting: list[tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = []
     said = []
     for row in certificate["mutants"]:
         mutant = planted.get((row["module"], row["name"]))
         if mutant is None:
             said.append(f"{row['name']} is in its certificate and cannot be made any more")
-        elif row["outcome"] == KILLED and _chosen(spec, mutant, part):
-            stem, _, case = row["case"].rpartition("::")
-            of = specs.load(spec.path.with_name(f"{stem}.toml")) if stem else None
+        elif row["outcome"] == KILLED and drawn(spec, mutant, part):
+            of, case = killer(spec, row)
             waiting.append((row, examination.judge(mutant, [case], of=of)))
-        elif row["outcome"] == EQUIVALENT and _chosen(spec, mutant, part):
+        elif row["outcome"] == EQUIVALENT and drawn(spec, mutant, part):
             waiting.append((row, examination.judge(mutant, cases)))
-        elif row["outcome"] == FOR_A_GPU and on_gpu:
-            every = [case.name for case in examination.cases()]
-            waiting.append(({**row, "outcome": KILLED}, examination.judge(mutant, every)))
     for row, wait in waiting:
         now = wait()
         if now["outcome"] != row["outcome"]:
@@ -496,7 +513,13 @@ def again(examination: Examination, certificate: Mapping[str, Any], part: float)
     return said
 
 
-def _chosen(spec: Spec, mutant: Planted, part: float) -> bool:
+def killer(spec: Spec, row: Mapping[str, Any]) -> tuple[Spec | None, str]:
+    """The case that killed a mutant, and the sibling whose case it is, if it is not the spec's."""
+    stem, _, case = row["case"].rpartition("::")
+    return (specs.load(spec.path.with_name(f"{stem}.toml")) if stem else None), case
+
+
+def drawn(spec: Spec, mutant: Planted, part: float) -> bool:
     """Whether a check of a part of all mutants takes this one: by its content and its spec's."""
     text = f"{sources.digest(spec)}\0{mutant.name}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") < part * 2**32

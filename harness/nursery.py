@@ -89,12 +89,12 @@ def _judge(spec: Any, case: Any, limit_s: float | None, *, once: bool = False) -
     if not memory.simulated() and limit_s:
         case = replace(case, timeout_s=limit_s)
     try:
+        made = None if spec.stage == "golden" else golden.make(spec, case)
         with _processor_time(limit_s):
-            if spec.stage == "golden":
+            if made is None:
                 made = golden.build(spec, case)
                 actual = run.witness(spec, case, made)
             else:
-                made = golden.make(spec, case)
                 enough = (lambda _: True) if once else partial(_wrong, spec, case, made)
                 actual = run.execute(spec, case, made, enough=enough)
             verdict = run.judged(_blank(spec, case), compare.compare(spec, case, made, actual))
