@@ -55,19 +55,31 @@ def test_a_dry_run_on_eight_fake_gpus(project):
     assert "its verdict is CRASHED" in text
 
 
-def test_the_whole_gate_can_be_left_to_another_call(project):
-    project.environ["KDTR_FAKE_GPUS"] = "GPU-0,GPU-1"
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        (("--subset", "twice"), ["whole", "alone-0", "alone-1", "on-2"]),
+        (("--subset", "twice", "--no-whole"), ["alone-0", "alone-1", "on-2"]),
+        ((), ["alone-0", "alone-1", "on-2"]),
+    ],
+)
+def test_which_runs_there_are(project, monkeypatch, options, runs):
     project.spec("twice", cases=SMALL)
-    project.spec("other", cases=MANY)
-    project.write("mine/slow.py", SLOW)
-    path = project.folder / "specs" / "other.toml"
-    path.write_text(path.read_text().replace("mine.twice:twice", "mine.slow:twice"))
-    project.environ["PYTHONPATH"] = f"{ROOT}:{project.folder}"
-    options = ("--gpus", "2", "--alone", "0", "--no-whole", "--subset", "twice", "--kill", "other")
-    done = project.run("-m", "ci.many_gpus", *options, "--out", "out", timeout=200)
-    assert done.returncode == 0, done.stdout
-    found = json.loads((project.folder / "out" / "many-gpus.json").read_text())
-    assert [leg["name"] for leg in found["legs"]] == ["on-2", "killed"]
+    monkeypatch.chdir(project.folder)
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    monkeypatch.setenv("KDTR_FAKE_GPUS", "GPU-0,GPU-1")
+    asked, receipts = [], []
+
+    def together(self, legs, names, *, receipt=False, share=1.0):
+        asked.extend(leg.name for leg in legs)
+        receipts.extend(leg.name for leg in legs if receipt)
+
+    monkeypatch.setattr(many_gpus.Runs, "together", together)
+    for step in ("prepare", "killed", "split"):
+        monkeypatch.setattr(many_gpus.Runs, step, lambda self: None)
+    assert many_gpus.main(["--gpus", "2", "--out", "out", *options]) == 0
+    assert asked == runs
+    assert receipts == ([] if "--no-whole" in options else [runs[0 if options else -1]])
 
 
 def case(name, status="PASSED", bits="00"):
