@@ -40,21 +40,24 @@ if SIMULATED:
     from engine import simulator
     from engine.simulator import cuda
 
-    class _Integer:
+    def _integer(bits: int, signed: bool) -> Any:
         """A cast that wraps as the device does; simulated kernels compute in Python integers."""
+        mask, half = (1 << bits) - 1, 1 << bits - 1
 
-        def __init__(self, bits: int, signed: bool):
-            self.dtype = np.dtype(f"{'' if signed else 'u'}int{bits}")
-            self._mask, self._sign = (1 << bits) - 1, (1 << bits - 1) if signed else 0
+        def unsigned(value: Any) -> Any:
+            if value.__class__ is int:  # nearly always, and half of what the simulator does
+                return value & mask
+            return value if isinstance(value, simulator.Address) else int(value) & mask
 
-        def __call__(self, value: Any) -> Any:
-            if isinstance(value, simulator.Address):
-                return value
-            wrapped = int(value) & self._mask
-            return wrapped - self._mask - 1 if wrapped & self._sign else wrapped
+        def wrapped(value: Any) -> Any:
+            return (int(value) + half & mask) - half
 
-    u8, u16, u32, u64 = (_Integer(bits, False) for bits in (8, 16, 32, 64))
-    i32, i64 = _Integer(32, True), _Integer(64, True)
+        cast: Any = wrapped if signed else unsigned
+        cast.dtype = np.dtype(f"{'' if signed else 'u'}int{bits}")  # what numpy takes it for
+        return cast
+
+    u8, u16, u32, u64 = (_integer(bits, False) for bits in (8, 16, 32, 64))
+    i32, i64 = _integer(32, True), _integer(64, True)
     f32 = np.float32
 else:
     from numba import cuda  # type: ignore[no-redef]

@@ -69,15 +69,22 @@ class Thread:
         self.blockIdx = block.index
         x, y, _ = block.dim
         self.thread_id = index[0] + x * (index[1] + y * index[2])
-        self.waits_for = ""
+        self.waits_for: str | int = ""  # what for; of a warp collective, its mask
+        self.result: Any = None  # of the collective that it waited for
         self.async_copies: list[list[Callable[[], None]]] = [[]]
         self.glet = greenlet.greenlet(run)
 
-    def block_until_woken(self, reason: str) -> None:
+    def block_until_woken(self, reason: str | int) -> None:
         """Give the processor to the other threads of the block."""
         self.waits_for = reason
         self.block.hub.switch()
         self.waits_for = ""
+
+    @property
+    def place(self) -> str:
+        """What the thread waits for, in words."""
+        mask = self.waits_for
+        return mask if isinstance(mask, str) else f"warp collective with mask {mask:#010x}"
 
     def syncthreads(self) -> None:
         self.block.barrier(self)
@@ -153,8 +160,8 @@ class Block:
         self.waiting: list[Thread] = []
         self.ready: deque[Thread] = deque()
         self.live = 0
-        self.warps: dict[tuple[int, int], dict[int, Any]] = {}
-        self.warp_results: dict[int, Any] = {}
+        # By warp and mask, of the lanes that have arrived: their threads, and what they gave.
+        self.warps: dict[tuple[int, int], tuple[dict[int, Thread], dict[int, Any]]] = {}
         self.transfers: dict[int, Transfer] = {}  # by address in shared memory
         self.hub = greenlet.getcurrent()
 
@@ -176,23 +183,24 @@ class Block:
         if not mask >> lane & 1:
             raise RuntimeError(f"lane {lane} is not in its own mask {mask:#010x}")
         key = (thread.thread_id // WARP, mask)
-        slots = self.warps.setdefault(key, {})
-        if lane in slots:
+        if key not in self.warps:
+            self.warps[key] = {}, {}
+        threads, values = self.warps[key]
+        if lane in threads:
             raise RuntimeError(f"lane {lane} arrived twice at one warp collective: lanes diverged")
-        slots[lane] = (thread, value)
-        if len(slots) == mask.bit_count():
+        threads[lane], values[lane] = thread, value
+        if len(threads) == mask.bit_count():
             del self.warps[key]
-            results = combine({n: v for n, (_, v) in slots.items()})
-            woken = []
-            for n, (other, _) in sorted(slots.items(), key=lambda item: item[0] * _order):
-                self.warp_results[other.thread_id] = results[n]
-                woken.append(other)
+            results = combine(values)
+            for n, other in threads.items():
+                other.result = results[n]
+            woken = [threads[n] for n in sorted(threads)]
             if _order > 0:
                 self.ready.extend(woken)
             else:  # this warp runs ahead of the others, as far as barriers let it
-                self.ready.extendleft(reversed(woken))
-        thread.block_until_woken(f"warp collective with mask {mask:#010x}")
-        return self.warp_results.pop(thread.thread_id)
+                self.ready.extendleft(woken)
+        thread.block_until_woken(mask)
+        return thread.result
 
     def run(self, *args: Any) -> None:
         global _current
@@ -230,8 +238,11 @@ class Block:
         if self.live:
             raise RuntimeError(
                 f"deadlock in block {tuple(self.index)}: {self.live} threads wait, e.g. "
-                + "; ".join(f"thread {tuple(t.threadIdx)} at {t.waits_for}" for t in stuck[:3])
+                + "; ".join(f"thread {tuple(t.threadIdx)} at {t.place}" for t in stuck[:3])
             )
+
+
+_SIZES = {np.uint8: 1, np.uint16: 2, np.uint32: 4}
 
 
 class Address:
@@ -249,15 +260,15 @@ class Address:
 
     def view(self, dtype: Any, count: int) -> np.ndarray:
         """`count` elements at the address; reaching outside the array is an IndexError."""
-        nbytes = np.dtype(dtype).itemsize * count
-        if self.offset < 0 or self.offset + nbytes > len(self.base):
+        at, nbytes = self.offset, _SIZES[dtype] * count
+        if at < 0 or at + nbytes > len(self.base):
             raise IndexError(
-                f"{nbytes} bytes at offset {self.offset} reach outside the {len(self.base)} bytes"
+                f"{nbytes} bytes at offset {at} reach outside the {len(self.base)} bytes"
                 " of their array"
             )
-        if self.offset % nbytes:
-            raise ValueError(f"a {nbytes}-byte access at offset {self.offset} is misaligned")
-        return self.base[self.offset : self.offset + nbytes].view(dtype)
+        if at % nbytes:
+            raise ValueError(f"a {nbytes}-byte access at offset {at} is misaligned")
+        return self.base[at : at + nbytes].view(dtype)
 
 
 def collective(mask: int, value: Any, combine: Callable[[dict[int, Any]], dict]) -> Any:

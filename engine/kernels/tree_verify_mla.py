@@ -85,10 +85,12 @@ MAX_WINDOW = 288  # a budget of 256 and the root need nine words of mask
 NO_SLOT = 0xFFFFFFFF
 CHUNK_BYTES = 128  # 64 bf16 columns: a row of a shared tile, swizzled in 16-byte units
 SIMT_THREADS = 128
-# Shared memory of an SM (sm_90, sm_100) and what a block of any kernel takes of it. ptxas otherwise
-# spills for the sake of more blocks an SM than that has room for.
+# Shared memory of an SM (sm_90, sm_100) and what a block of any kernel takes of it; registers of an
+# SM. ptxas otherwise spills for the sake of more blocks an SM than either has room for.
 SM_SHARED = 228 * 1024
 BLOCK_SHARED = 1024
+SM_REGISTERS = 64 * 1024
+THREAD_REGISTERS = 128
 
 
 @function
@@ -175,6 +177,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
     MAX_AT = P_AT + heads_tile * CHUNK_BYTES
     PATH_AT = MAX_AT + COLUMN_WARPS * heads_tile * 4
     SHARED = PATH_AT + MAX_WINDOW * 4
+    BLOCKS = min(SM_SHARED // (SHARED + BLOCK_SHARED), SM_REGISTERS // (THREADS * THREAD_REGISTERS))
     STEP = 4 if VALUE_TILES == 4 else 2  # value tiles of one product
     zero_scores, zero_sums = zeros(f32, 4 * KEY_TILES), zeros(f32, 4 * VALUE_TILES)
     qk = mma_bf16_tiles(1, KEY_TILES)
@@ -220,7 +223,7 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
 
     @kernel(
         threads=THREADS,
-        blocks_per_sm=None if wgmma else SM_SHARED // (SHARED + BLOCK_SHARED),
+        blocks_per_sm=None if wgmma else BLOCKS,
         registers=255,
         dynamic_shared=SHARED,
         dependent_launch=True,

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.device import f32, u32, u64
 from engine.ptx.intrinsic import assembly, composed, registers, simulator
-from engine.ptx.mma import MMA, unpacked
+from engine.ptx.mma import MMA, of_lanes, to_lanes, unpacked
 from engine.ptx.scalar import MASK
 from engine.ptx.wgmma import matrix
 
@@ -106,13 +106,11 @@ def mma_int4(tiles: int, columns: int, k_order: bool) -> Callable:
         if not k_order:
             tokens[..., PAIRS] = tokens.copy()
         b = tokens.reshape(8, 4, columns, 8).transpose(1, 3, 2, 0).reshape(4, 8, -1)
-        c = np.array(sums, np.float32).reshape(8, 4, tiles, columns, 2, 2)  # g t i j row column
-        c = c.transpose(2, 4, 0, 3, 1, 5).reshape(16 * tiles, 8 * columns)
+        c = of_lanes(sums, tiles, columns)
         for k in PAIRS[:4], PAIRS[4:]:
             c = np.einsum("rtk,tkc->rc", a[:, :, k], b[:, k]) + c
             c = c.astype(np.float32)
-        c = c.reshape(tiles, 2, 8, columns, 4, 2).transpose(2, 4, 0, 3, 1, 5).reshape(32, -1)
-        return dict(enumerate(map(tuple, c)))
+        return to_lanes(c, tiles, columns)
 
     def stand_in(words: tuple, factors: tuple, x: tuple, sums: tuple) -> tuple:
         return simulator.collective(MASK, (words, factors, x, sums), combine)
@@ -197,13 +195,11 @@ def wgmma_int4(columns: int) -> Callable:
         # Lane t has slots 2t, 2t + 1 of the step's first half of 8 and of its second.
         a = weights.reshape(8, 4, 4, 2, 2, 2, 2)  # g, t, word, row, h, q, e
         a = a.transpose(2, 4, 3, 0, 5, 1, 6).reshape(8, 16, 16)  # step; row g; q, t, e
-        c = np.array(sums, np.float64).reshape(8, 4, tiles, 2, 2)  # g t tile row column
-        c = c.transpose(3, 0, 2, 1, 4).reshape(16, columns) * (keep[0] != 0)
+        c = of_lanes(sums, 1, tiles) if keep[0] else np.zeros((16, columns), np.float32)
         for step in range(8):
             b = matrix(x[0], skip(step), range(16), range(columns), False)
             c = (np.einsum("ik,kj->ij", a[step], b) + c).astype(np.float32)
-        c = c.reshape(2, 8, tiles, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, -1)
-        return dict(enumerate(map(tuple, c)))
+        return to_lanes(c, 1, tiles)
 
     def stand_in(words: tuple, factors: tuple, x: tuple, keep: int, sums: tuple) -> tuple:
         return simulator.collective(MASK, (words, factors, x, keep, sums), combine)

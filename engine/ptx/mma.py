@@ -5,7 +5,7 @@ Not alike to the bit: a tensor core adds sixteen products in an order and width 
 simulator exactly and with one rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,27 @@ MMA_ARGUMENTS = (
     [u32] * 6 + [f32] * 4,
 )
 
-LANE = np.arange(32)
-G, T = LANE >> 2, LANE & 3  # of a lane: row of a fragment, pair of its columns
 
 
 def unpacked(words: np.ndarray) -> np.ndarray:
     """u32 [...] -> two bfloat16 values [..., 2] as float64."""
-    pairs = np.stack([words << 16, words & np.uint32(0xFFFF0000)], axis=-1)
-    return pairs.astype(np.uint32).view(np.float32).astype(np.float64)
+    halves = words[..., None].view(np.uint16).astype(np.uint32)
+    return (halves << 16).view(np.float32).astype(np.float64)
+
+
+def of_lanes(sums: Sequence[Sequence[np.float32]], rows: int, columns: int) -> np.ndarray:
+    """Sums of m16n8 tiles, a lane's 4 of tile (i, j) at 4 (i columns + j) -> the float32 matrix.
+
+    Lane 4 g + t has columns 2 t and 2 t + 1 of rows g and g + 8.
+    """
+    lanes = np.array(sums, np.float32).reshape(8, 4, rows, columns, 2, 2)
+    return lanes.transpose(2, 4, 0, 3, 1, 5).reshape(16 * rows, 8 * columns)
+
+
+def to_lanes(matrix: np.ndarray, rows: int, columns: int) -> dict[int, tuple]:
+    """The other way round: lane -> its sums."""
+    tiles = matrix.reshape(rows, 2, 8, columns, 4, 2)
+    return dict(enumerate(map(tuple, tiles.transpose(2, 4, 0, 3, 1, 5).reshape(32, -1))))
 
 
 def zeros(kind: Any, count: int) -> Callable:
@@ -107,21 +120,19 @@ def _ldmatrix(transposed: bool) -> Callable:
     """Four tiles of 8 x 8: lane l gives the address of row l % 8 of tile l // 8, eight 16-bit
     values, and has in register m the pair of tile m that is its own."""
 
-    def fragment(tile: np.ndarray, lane: int) -> int:
-        pair = tile[lane >> 2][2 * (lane & 3) : 2 * (lane & 3) + 2]
-        return int(pair[0]) | int(pair[1]) << 16
-
-    def combine(rows: dict[int, np.ndarray]) -> dict[int, tuple]:
-        tiles = [np.stack([rows[8 * m + r] for r in range(8)]) for m in range(4)]
-        tiles = [t.T if transposed else t for t in tiles]
-        return {lane: tuple(fragment(t, lane) for t in tiles) for lane in rows}
+    def combine(rows: dict[int, bytes]) -> dict[int, tuple]:
+        tiles = np.frombuffer(b"".join(rows[n] for n in range(32)), np.uint16).reshape(4, 8, 8)
+        if transposed:
+            tiles = np.ascontiguousarray(tiles.swapaxes(1, 2))
+        pairs = tiles.view(np.uint32).reshape(4, 32)  # [register, lane]
+        return dict(enumerate(map(tuple, pairs.T.tolist())))
 
     text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
     return instruction(
         f"{text} {registers(0, 4)}, [$4];",
         [u32] * 4,
         [u32],
-        lambda row: simulator.collective(MASK, row.view(np.uint16, 8).copy(), combine),
+        lambda row: simulator.collective(MASK, row.view(np.uint16, 8).tobytes(), combine),
         memory=True,
     )
 
@@ -187,31 +198,15 @@ def mma_bf16_slice(total: int, columns: int) -> Callable:
 
 def _product(rows: int, columns: int) -> Callable:
     """Fragments of m16n8k16 in the ISA's layout; products exact, one rounding of each sum."""
-    places = ((0, 0), (0, 1), (8, 0), (8, 1))
 
     def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
         sums, fragments_a, fragments_b = zip(*(slots[n] for n in range(32)), strict=True)
-        a_values = unpacked(np.array(fragments_a, np.uint32))  # [lane, register, 2]
-        b_values = unpacked(np.array(fragments_b, np.uint32))
-        c_values = np.array(sums, np.float32)  # [lane, register]
-        a, b = np.empty((16 * rows, 16)), np.empty((16, 8 * columns))
-        c = np.empty((16 * rows, 8 * columns))
-        for i in range(rows):
-            for register, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-                for half in range(2):
-                    at = (16 * i + G + row, 2 * T + column + half)
-                    a[at] = a_values[:, 4 * i + register, half]
-        for j in range(columns):
-            for register, row in enumerate((0, 8)):
-                for half in range(2):
-                    b[2 * T + row + half, 8 * j + G] = b_values[:, 2 * j + register, half]
-        tiles = [(i, j) for i in range(rows) for j in range(columns)]
-        spots = [
-            (16 * i + G + row, 8 * j + 2 * T + column) for i, j in tiles for row, column in places
-        ]
-        for register, spot in enumerate(spots):
-            c[spot] = c_values[:, register]
-        d = (np.einsum("ik,kj->ij", a, b) + c).astype(np.float32)
-        return dict(enumerate(map(tuple, np.stack([d[spot] for spot in spots], axis=-1))))
+        # Lane 4 g + t has pair t of eight k and of the next eight: of rows g and g + 8, of column g.
+        a = unpacked(np.array(fragments_a, np.uint32)).reshape(8, 4, rows, 2, 2, 2)
+        a = a.transpose(2, 4, 0, 3, 1, 5).reshape(16 * rows, 16)
+        b = unpacked(np.array(fragments_b, np.uint32)).reshape(8, 4, columns, 2, 2)
+        b = b.transpose(3, 1, 4, 2, 0).reshape(16, 8 * columns)
+        d = np.einsum("ik,kj->ij", a, b) + of_lanes(sums, rows, columns)
+        return to_lanes(d.astype(np.float32), rows, columns)
 
     return combine

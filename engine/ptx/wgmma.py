@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.device import SIMULATED, f32, u32, u64
 from engine.ptx.intrinsic import LLVM, assembly, composed, constant, registers, simulator
-from engine.ptx.mma import G, T
+from engine.ptx.mma import of_lanes, to_lanes
 from engine.ptx.scalar import MASK
 
 
@@ -53,16 +53,24 @@ def matrix(descriptor: tuple, skip: int, rows: range, columns: range, by_rows: b
     by_rows: columns run along its rows.
     """
     place, leading, stride = descriptor
+    at, end = _places(place.offset + skip, leading, stride, rows, columns, by_rows)
+    if end > len(place.base):
+        raise IndexError(f"wgmma reads {end} of {len(place.base)} bytes")
+    halves = place.base.view(np.uint16)[at].astype(np.uint32)
+    return (halves << 16).view(np.float32).astype(np.float64)
+
+
+@cache
+def _places(
+    start: int, leading: int, stride: int, rows: range, columns: range, by_rows: bool
+) -> tuple[np.ndarray, int]:
+    """Where the elements of `matrix` are, in units of two bytes; and the byte behind the last."""
     row, column = np.array(rows)[:, None], np.array(columns)
     if not by_rows:
         row, column = column, row
-    at = place.offset + skip + row // 8 * stride + row % 8 * 128
-    at = at + column // 64 * leading + column % 64 * 2
+    at = start + row // 8 * stride + row % 8 * 128 + column // 64 * leading + column % 64 * 2
     at = at ^ (at >> 7 & 7) << 4
-    if at.max() + 2 > len(place.base):
-        raise IndexError(f"wgmma reads {at.max() + 2} of {len(place.base)} bytes")
-    low, high = place.base[at].astype(np.uint32), place.base[at + 1].astype(np.uint32)
-    return (low << 16 | high << 24).view(np.float32).astype(np.float64)
+    return at >> 1, int(at.max()) + 2
 
 
 def wgmma_bf16(
@@ -96,25 +104,17 @@ def wgmma_bf16(
         before = operands[0] if accumulate else []
         return call(builder, [*before, *operands[-2:]])
 
-    spots = [
-        (G + row, 8 * j + 2 * T + column)
-        for j in range(columns // 8)
-        for row, column in ((0, 0), (0, 1), (8, 0), (8, 1))
-    ]
-
     def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
         warp, _, a, b = slots[0]
         own = range(16 * (warp % 4), 16 * (warp % 4) + 16)
-        sums = np.zeros((16, columns))
+        sums = np.zeros((16, columns), np.float32)
         if accumulate:
-            values = np.array([slots[n][1] for n in range(32)], np.float64)
-            for register, spot in enumerate(spots):
-                sums[spot] = values[:, register]
+            sums = of_lanes([slots[n][1] for n in range(32)], 1, columns // 8)
         for a_skip, b_skip in steps:
             left = matrix(a, a_skip, own, range(16), True)
             right = matrix(b, b_skip, range(16), range(columns), transposed)
             sums = (np.einsum("ik,kj->ij", left, right) + sums).astype(np.float32)
-        return dict(enumerate(map(tuple, np.stack([sums[s] for s in spots], axis=-1))))
+        return to_lanes(sums, 1, columns // 8)
 
     def stand_in(*arguments: Any) -> tuple:
         sums = arguments[0] if accumulate else None
