@@ -8,13 +8,21 @@ fold of its own: from a device function of both, the compiler unrolls the loop b
 
 import math
 
-from engine.device import function, u32
+from engine.device import f32, function, u32
+from engine.ptx import exp2
 
 MAX_SPLITS = 16
 SPLIT_TILES = 8  # a split has at least as many tiles, unless it is the only one
 FOLD_THREADS = 256
 NO_MAXIMUM = float("-inf")
 LOG2_E = math.log2(math.e)
+
+
+@function
+def probability(score, maximum, scale, seen):
+    """e^((score - maximum) scale ln 2) where the key is seen, else 0."""
+    p = exp2(f32(f32(score - maximum) * scale))
+    return p if seen else f32(0)
 
 
 @function

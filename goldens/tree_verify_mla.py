@@ -5,7 +5,8 @@ request (P = prefix_len[r]) and P + j for every bit j <= n of its ancestor row. 
 position p lies in cache slot page_table[r, p // page_size] * page_size + p % page_size. The values
 are the first `rank` columns of the keys:
   o[i, h] = sum_p softmax_p(scale * q[i, h] . key_p) key_p[:rank]
-A row that sees no key, and a row past row_start[-1], gives zeros.
+A row that sees no key, and a row past row_start[-1], gives zeros. A node that the mask has no bit
+for, or beyond MAX_WINDOW, gives NaN.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from goldens.numerics import Gathered, Stream, round_to, unit_roundoff, widen
 
+MAX_WINDOW = 288  # a tree of 256 nodes and its root need nine words of mask
 HOSTILE = (-1, 2**31 - 1)  # entries of the page table that nothing may look up
 
 
@@ -68,7 +70,7 @@ def inputs(
         for n, parent in enumerate(_parents(rng, tree, counts[r])):
             own = _bits(ancestors[row_start[r] + parent], words) if n else np.zeros(32 * words)
             own = np.where(np.arange(32 * words) <= parent, own, 0)
-            own[n] = 1
+            own[n : n + 1] = 1  # nothing where the mask is too narrow for it
             row = row_start[r] + n
             above = _bits(ancestors[row], words) * (np.arange(32 * words) > n)
             packed = np.packbits((own + above).astype(np.uint8), bitorder="little")
@@ -160,6 +162,11 @@ def _keys(rng: Stream, values: str, prefix: int, nodes: int, width: int) -> np.n
     return keys
 
 
+def _window(ancestors: np.ndarray) -> int:
+    """Nodes of a request that can be told apart."""
+    return min(MAX_WINDOW, 32 * ancestors.shape[1])
+
+
 def keys_of_rows(
     page_table: np.ndarray,
     row_start: np.ndarray,
@@ -167,10 +174,12 @@ def keys_of_rows(
     ancestors: np.ndarray,
     page_size: int,
 ) -> list[np.ndarray]:
-    """The cache slots that each row sees, int64, in the order of its path; padding rows: none."""
+    """The cache slots that each row sees, int64, in the order of its path; none for padding and for
+    nodes beyond the mask."""
     seen = [np.zeros(0, np.int64)] * len(ancestors)
+    window = _window(ancestors)
     for r in range(len(prefix_len)):
-        for row in range(row_start[r], row_start[r + 1]):
+        for row in range(row_start[r], min(row_start[r] + window, row_start[r + 1])):
             own = _bits(np.ascontiguousarray(ancestors[row]), ancestors.shape[1])
             own = np.flatnonzero(own[: row - row_start[r] + 1])
             places = np.concatenate([np.arange(prefix_len[r]), prefix_len[r] + own])
@@ -204,6 +213,7 @@ def reference(
     u_act, u32 = unit_roundoff(q.dtype), unit_roundoff(np.float32)
     slots = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
     for r, length in enumerate(prefix_len):
+        out[row_start[r] + _window(ancestors) : row_start[r + 1]] = np.nan
         mine = [row for row in range(row_start[r], row_start[r + 1]) if len(slots[row])]
         if not mine:
             continue

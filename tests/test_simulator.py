@@ -151,7 +151,7 @@ def copy_async(x: ptr[u32], early: ptr[u32], late: ptr[u32]):
     lane = u32(cuda.threadIdx.x)
     for stage in static_range(2):
         spot = u32(lane * u32(4) + u32(stage * 128))
-        ptx.cp_async_16(ptx.shared_address(tile, spot), ptx.address(x, spot))
+        ptx.cp_async_16_zfill(ptx.shared_address(tile, spot), ptx.address(x, spot), u32(16))
         ptx.cp_async_commit()
     wait_one()
     early[lane] = tile[u32(lane * u32(4) + u32(128))]

@@ -80,6 +80,23 @@ def _copier(count: int):
     return copy
 
 
+def _storer(row_tiles: int, token_tiles: int, pitch: int):
+    """Makes a device function that stores a warp's sums as [row][token], `pitch` words a row."""
+
+    @function
+    def store(place, sums):
+        for i in static_range(row_tiles):
+            for j in static_range(token_tiles):
+                for low in static_range(2):
+                    store_shared_v2(
+                        u32(place + u32(4 * ((16 * i + 8 * low) * pitch + 8 * j))),
+                        f32_to_bits(sums[4 * (i * token_tiles + j) + 2 * low]),
+                        f32_to_bits(sums[4 * (i * token_tiles + j) + 2 * low + 1]),
+                    )
+
+    return store
+
+
 @family(
     {"rows": 128, "tokens": 8, "ring": 2, "groups": 1},
     *({"rows": 64, "tokens": t, "ring": 2, "groups": 1} for t in TOKENS[1:]),
@@ -99,6 +116,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
     QUADS = rows * tokens // 4
     SHARED = max((ring if groups == 4 else 1) * STAGE_BYTES, 4 * groups * PLANE)
     no_sums = zeros(f32, 4 * ROW_TILES * TOKEN_TILES)
+    store_sums = _storer(ROW_TILES, TOKEN_TILES, PITCH)
     mma = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     wait_for_stage, wait_for_all = cp_async_wait(ring - 2), cp_async_wait(0)
 
@@ -227,15 +245,7 @@ def _gemm_bf16(*, rows: int, tokens: int, ring: int, groups: int):
         row = u32(warp_row + u32(lane >> u32(2)))
         column = u32(warp_token + u32(u32(lane & u32(3)) * u32(2)))
         into = u32(u32(u32(group * u32(PLANE)) + u32(row * u32(PITCH))) + column)
-        into = u32(shared + u32(into * u32(4)))
-        for i in static_range(ROW_TILES):
-            for j in static_range(TOKEN_TILES):
-                for low in static_range(2):
-                    store_shared_v2(
-                        u32(into + u32(4 * ((16 * i + 8 * low) * PITCH + 8 * j))),
-                        f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low]),
-                        f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low + 1]),
-                    )
+        store_sums(u32(shared + u32(into * u32(4))), sums)
         cuda.syncthreads()
         token_step = u64(u64(batch) * u64(y_width))
         y_member = u64(u64(u64(part) * u64(m)) * token_step + u64(u64(member) * u64(y_width)))
@@ -315,6 +325,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int):
     PACKED_AT = 4 * GROUPS * PLANE if GROUPS == 4 else 0
     SHARED = max(X_AT + stages * X_STAGE, PACKED_AT + TOKENS_A_BLOCK * PACKED_PITCH)
     no_sums = zeros(f32, 4 * ROW_TILES * TOKEN_TILES)
+    store_sums = _storer(ROW_TILES, TOKEN_TILES, PITCH)
     multiply = mma_bf16_tiles(ROW_TILES, TOKEN_TILES)
     copy_w, copy_x = _copier(rows // 16), _copier(TOKENS_A_BLOCK // 16)
     wait_for_stage = cp_async_wait(stages - 1)
@@ -436,15 +447,7 @@ def _gemm_resident(*, stages: int, rows: int, tiles: int):
                             )
             else:  # the groups of K meet, [group][row][token]
                 place = u32(u32(u32(group * u32(PLANE)) + u32(row * u32(PITCH))) + column)
-                place = u32(shared + u32(place * u32(4)))
-                for i in static_range(ROW_TILES):
-                    for j in static_range(TOKEN_TILES):
-                        for low in static_range(2):
-                            store_shared_v2(
-                                u32(place + u32(4 * ((16 * i + 8 * low) * PITCH + 8 * j))),
-                                f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low]),
-                                f32_to_bits(sums[4 * (i * TOKEN_TILES + j) + 2 * low + 1]),
-                            )
+                store_sums(u32(shared + u32(place * u32(4))), sums)
                 cuda.syncthreads()
                 for turn in static_range(rows * TOKENS_A_BLOCK // 4 // THREADS):
                     quad = u32(thread + u32(turn * THREADS))  # one row of w, four tokens

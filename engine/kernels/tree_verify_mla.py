@@ -76,6 +76,7 @@ from engine.splits import (
     MAX_SPLITS,
     NO_MAXIMUM,
     SPLIT_TILES,
+    probability,
     splits_of,
 )
 from engine.warp import FULL
@@ -405,14 +406,10 @@ def _tree_verify_mla_bf16(*, heads_tile: int, rank: int, rope: int, wgmma: bool 
                 for j in static_range(KEY_TILES):
                     seen = u32(key_of_pair + u32(8 * j)) < left
                     seen_next = u32(key_of_pair + u32(8 * j + 1)) < left
-                    row0_p = exp2(f32(f32(scores[4 * j] - row0_max) * scale))
-                    row0_q = exp2(f32(f32(scores[4 * j + 1] - row0_max) * scale))
-                    row8_p = exp2(f32(f32(scores[4 * j + 2] - row8_max) * scale))
-                    row8_q = exp2(f32(f32(scores[4 * j + 3] - row8_max) * scale))
-                    row0_p = row0_p if seen else f32(0)
-                    row0_q = row0_q if seen_next else f32(0)
-                    row8_p = row8_p if seen else f32(0)
-                    row8_q = row8_q if seen_next else f32(0)
+                    row0_p = probability(scores[4 * j], row0_max, scale, seen)
+                    row0_q = probability(scores[4 * j + 1], row0_max, scale, seen_next)
+                    row8_p = probability(scores[4 * j + 2], row8_max, scale, seen)
+                    row8_q = probability(scores[4 * j + 3], row8_max, scale, seen_next)
                     row0_sum = f32(row0_sum + f32(row0_p + row0_q))
                     row8_sum = f32(row8_sum + f32(row8_p + row8_q))
                     at = u32(u32(column_warp * u32(KEY_TILES)) + u32(j))

@@ -14,7 +14,6 @@ simulator Python that does what the PTX ISA says that statement does.
 
 from engine.ptx.copies import (
     copy_bulk,
-    cp_async_16,
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,

@@ -12,7 +12,7 @@ from engine.device import u32, u64
 from engine.ptx.intrinsic import instruction, simulator
 
 
-def _copy_16(shared: Any, source: Any, nbytes: int = 16) -> None:
+def _copy_16(shared: Any, source: Any, nbytes: int) -> None:
     """Copy `nbytes` and fill the rest of the 16 with zeros; bytes are read when they land."""
     target = shared.view(np.uint8, 16)
     taken = source.view(np.uint8, 16)[: int(nbytes)] if nbytes else np.empty(0, np.uint8)
@@ -25,9 +25,6 @@ def _copy_16(shared: Any, source: Any, nbytes: int = 16) -> None:
     simulator.current().async_copies[-1].append(land)
 
 
-cp_async_16 = instruction(
-    "cp.async.cg.shared.global [$0], [$1], 16;", [], [u32, u64], _copy_16, memory=True
-)
 # (shared, source, nbytes): so many bytes, and zeros up to 16.
 cp_async_16_zfill = instruction(
     "cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [u32, u64, u32], _copy_16, memory=True
