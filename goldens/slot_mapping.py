@@ -16,13 +16,17 @@ def inputs(
     max_pages: int,
     page_size: int,
     pattern: str,
+    behind: int,
 ) -> dict[str, np.ndarray]:
-    """Windows of unlike length over shuffled pages. pattern: "random"; "edges": prefixes of 0 and
-    around multiples of the page size; "far": page ids whose slots need 40 bits; "missing": a table
-    that ends before some rows, and pages that are not mapped."""
+    """Windows of unlike length over shuffled pages, and `behind` rows that are in none.
+
+    pattern: "random"; "edges": prefixes of 0 and around multiples of the page size; "far": page ids
+    whose slots need 40 bits; "missing": a table that ends before some rows, and pages that are not
+    mapped."""
     assert bounds == requests + 1, (bounds, requests)
-    cuts = np.sort(rng.permutation(rows - 1)[: requests - 1] + 1)  # no window is empty
-    row_start = np.concatenate([[0], cuts, [rows]])
+    nodes = rows - behind
+    cuts = np.sort(rng.permutation(nodes - 1)[: requests - 1] + 1)  # no window is empty
+    row_start = np.concatenate([[0], cuts, [nodes]])
     capacity = max_pages * page_size
     longest = int(np.diff(row_start).max())
     if pattern != "missing":
@@ -46,12 +50,15 @@ def inputs(
 
 
 def derived(
-    *, rows: int, requests: int, max_pages: int, page_size: int, pattern: str
+    *, rows: int, requests: int, max_pages: int, page_size: int, pattern: str, behind: int
 ) -> dict[str, int]:
-    """No window is empty; `max_pages` is drawn as what is left when one request has all rows."""
+    """No window is empty; `max_pages` is drawn as what is left when one request has all rows, and
+    `rows` as those of the windows."""
     requests = min(requests, rows)
     pages = max_pages + (1 if pattern == "missing" else -(-rows // page_size))
-    return {"requests": requests, "bounds": requests + 1, "max_pages": pages}
+    return {
+        "requests": requests, "bounds": requests + 1, "max_pages": pages, "rows": rows + behind
+    }  # fmt: skip
 
 
 def reference(
@@ -62,9 +69,9 @@ def reference(
     page_table: np.ndarray,
     page_size: int,
 ) -> dict[str, np.ndarray]:
-    """One row at a time, by the definition."""
+    """One row at a time, by the definition; what is in no window stays at 0, -1, 0."""
     rows = len(depth)
-    position, slot, status = (np.zeros(rows, np.int64) for _ in range(3))
+    position, slot, status = (np.full(rows, nothing, np.int64) for nothing in (0, -1, 0))
     for request, prefix in enumerate(prefix_len.astype(int)):
         first, last = row_start[request], row_start[request + 1]
         for node, row in enumerate(range(first, last)):

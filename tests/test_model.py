@@ -153,6 +153,22 @@ def test_a_request_may_sit_a_pass_out(model):
     assert np.array_equal(to_host(alone.logits)[0], want)
 
 
+def test_rows_behind_the_windows_leave_every_cache_alone(model):
+    def last(rows):
+        for request in (0, 1):
+            model.release(request)
+        model.cache.reserve(1, 8)  # so that rows behind request 0's window would find a page
+        model.forward([None, Tree.chain([5, 6, 7])]).check()
+        model.forward([Tree.chain([3, 4]), None], rows=rows).check()
+        model.advance(1, 3)
+        plan = model.forward([None, Tree.chain([9])])
+        plan.check()
+        return to_host(plan.logits)[0]
+
+    want = last(2)
+    assert np.array_equal(last(6), want)
+
+
 def test_launches_are_in_one_place(model):
     names = [launch.name for launch in model.plan(3, 1).launches]
     assert names[:3] == ["embedding", "slot_mapping", "norm"]

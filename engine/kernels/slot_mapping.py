@@ -3,8 +3,8 @@
 Row j is node i = j - row_start[r] of request r, whose prefix has prefix_len[r] tokens. Its position
 is prefix_len[r] + depth[j] (siblings share one); its logical place in the cache is
 p = prefix_len[r] + i and its slot page_table[r, p // page_size] * page_size + p % page_size, in 64
-bits. status[j] is 0, or 1 where the page table has no page for p; the slot is -1 then. A thread a
-row.
+bits. status[j] is 0, or 1 where the page table has no page for p; the slot is -1 then. A row behind
+row_start[-1] is nobody's: position 0, slot -1 and status 0. A thread a row.
 """
 
 from engine.device import cdiv, check, cuda, function, i32, i64, kernel, ptr, u32
@@ -53,7 +53,11 @@ def _slot_mapping(
         if page_index < max_pages:
             page = page_table[u32(u32(request * max_pages) + page_index)]
         position[row] = i32(prefix + u32(depth[row]))
-        if page >= i32(0):
+        if row >= u32(row_start[requests]):
+            position[row] = i32(0)
+            slot[row] = i64(-1)
+            status[row] = i32(0)
+        elif page >= i32(0):
             slot[row] = i64(i64(i64(page) * i64(page_size)) + i64(place % page_size))
             status[row] = i32(0)
         else:
