@@ -21,7 +21,6 @@ from engine.ptx import (
     bits_to_f32,
     f32_to_bits,
     int4_factors,
-    load_global_ro_v4,
     load_global_v4,
     load_global_v4_or_zero,
     load_rows,
@@ -147,7 +146,7 @@ def _multiply_rows(
         if RAGGED:
             return load_global_v4_or_zero(place, wanted)
         else:
-            return load_global_ro_v4(place)
+            return load_global_v4(place)
 
     @function
     def load_x(x_0, x_1, wanted):

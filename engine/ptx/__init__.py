@@ -28,7 +28,6 @@ from engine.ptx.int4 import int4_factors, mma_int4, wgmma_int4
 from engine.ptx.memory import (
     address,
     advance,
-    load_global_ro_v4,
     load_global_u16,
     load_global_u32,
     load_global_v2,

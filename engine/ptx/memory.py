@@ -104,18 +104,14 @@ load_global_v2 = instruction(
 load_global_v4 = instruction(
     "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u64], _read(4), memory=True
 )
-# Of what no kernel writes while this one runs: the load may be moved.
-load_global_ro_v4 = instruction(
-    "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [u32] * 4, [u64], _read(4), volatile=True
-)
 # (address, wanted): zeros where wanted is 0, and nothing is read.
 load_global_v4_or_zero = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
-    " mov.b32 $3, 0; @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+    " mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
     [u32] * 4,
     [u64, u32],
     lambda place, wanted: load_global_v4(place) if wanted else (0, 0, 0, 0),
-    volatile=True,
+    memory=True,
 )
 store_global_u16 = instruction(
     "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }",
@@ -147,7 +143,8 @@ store_shared_v4 = instruction(
 
 
 def load_rows(rows: int, stride: int) -> Callable:
-    """Makes an intrinsic: 16 bytes from each of `rows` places `stride` bytes apart, past L1.
+    """Makes an intrinsic: 16 bytes from each of `rows` places `stride` bytes apart, past L1; of
+    weights, which no kernel writes (.nc: the load may come before a wait for the kernels before).
 
     (address, wanted, old) -> tuple of 4 rows u32, word j of row r at j rows + r; where wanted
     is 0 nothing is read and `old` comes back. The old value is an operand because a register

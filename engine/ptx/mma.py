@@ -201,7 +201,7 @@ def _product(rows: int, columns: int) -> Callable:
 
     def combine(slots: dict[int, tuple]) -> dict[int, tuple]:
         sums, fragments_a, fragments_b = zip(*(slots[n] for n in range(32)), strict=True)
-        # Lane 4 g + t has pair t of eight k and of the next eight: of rows g and g + 8, of column g.
+        # Lane 4 g + t has pair t of eight k and of the next eight: rows g and g + 8, column g.
         a = unpacked(np.array(fragments_a, np.uint32)).reshape(8, 4, rows, 2, 2, 2)
         a = a.transpose(2, 4, 0, 3, 1, 5).reshape(16 * rows, 16)
         b = unpacked(np.array(fragments_b, np.uint32)).reshape(8, 4, columns, 2, 2)
