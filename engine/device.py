@@ -475,10 +475,10 @@ def _cache_dir() -> Path:
 
 
 def _read_cubin(path: Path) -> tuple[bytes, str] | None:
-    """Code and entry name of a cache entry; None if it is not there or damaged."""
+    """Code and entry name of a cache entry; None if it is not there, unreadable or damaged."""
     try:
         entry, _, code = path.read_bytes().partition(b"\0")
-    except FileNotFoundError:
+    except OSError:
         return None
     if not code or hashlib.sha256(code[32:]).digest() != code[:32]:
         return None

@@ -392,6 +392,23 @@ def test_damaged_machine_code_is_found_by_its_hash_and_made_again(
     assert compiled() == (right, 2)
 
 
+def test_a_cache_that_is_no_folder_costs_the_compiler_time_and_no_launch(compiled, monkeypatch):
+    monkeypatch.setenv("KDTR_CACHE", os.devnull)
+    assert compiled() == ((b"machine code", "entry"), 1)
+    assert compiled() == ((b"machine code", "entry"), 2)
+
+
+def test_machine_code_that_may_not_be_read_is_made_again(compiled, monkeypatch):
+    right = (b"machine code", "entry")
+    assert compiled() == (right, 1)
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    assert compiled() == (right, 2)
+
+
 def test_a_full_disk_costs_the_compiler_time_and_no_launch(compiled, tmp_path, monkeypatch):
     from engine import files
 
