@@ -232,7 +232,9 @@ class Kernel:
 
         engine = Path(__file__).parent
         parts = [arch, self.source, repr(sorted(self._constants.items())), repr(self._options())]
-        parts += [f"numba-cuda={version('numba-cuda')}"]  # it brings a compiler of its own
+        parts += [f"numba-cuda={version('numba-cuda')}"]
+        # Compiler and linker are the toolkit's, and come and go without numba-cuda.
+        parts += [_tool("nvidia-nvvm", "nvvm"), _tool("nvidia-nvjitlink", "nvJitLink")]
         parts += [f"{p}={version(p).rpartition('.')[0]}" for p in ("numba", "numpy")]
         parts += [self._signature_text(), *_with_imports(self.file)]
         parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
@@ -483,6 +485,23 @@ def _read_cubin(path: Path) -> tuple[bytes, str] | None:
     if not code or hashlib.sha256(code[32:]).digest() != code[:32]:
         return None
     return code[32:], entry.decode()
+
+
+def _tool(distribution: str, library: str) -> str:
+    """Version of a wheel of the toolkit; without it, which file the library is and of when."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        return f"{distribution}={version(distribution)}"
+    except PackageNotFoundError:
+        pass
+    try:
+        path = Path(load_nvidia_dynamic_lib(library).abs_path).resolve()
+    except DynamicLibNotFoundError:
+        return f"no {library}"  # nothing can be compiled
+    return f"{path} {path.stat().st_mtime_ns}"
 
 
 def _with_imports(file: Path) -> list[str]:
