@@ -308,18 +308,20 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
 
     `check("rms_norm", x=(x, "tokens hidden", "bfloat16"))` returns {"tokens": .., "hidden": ..}.
     A dimension name means the same size wherever it appears; a number stands for itself.
-    Raises ValueError naming the argument, what it should be and what it is.
+    Raises ValueError naming the argument, what it should be and what it is. Dtypes are numpy's, as
+    launchers compare them: a torch tensor is refused.
     """
     dims: dict[str, int] = {}
     here = None if SIMULATED else _cuda_core().Device().device_id
     for name, (array, shape, dtype) in arrays.items():
         where = f"{op}: {name}"
+        allowed = (dtype,) if isinstance(dtype, str) else dtype
+        found = getattr(array, "dtype", None)  # comes first: torch has no address of a bfloat16
+        if found is not None and _dtype_name(found) not in allowed:
+            raise ValueError(f"{where} has dtype {found}, expected {' or '.join(allowed)}")
         known = here is not None and getattr(array, "_known_on", None) == here
         if not known:
             _require_device_array(where, array, here)
-        allowed = (dtype,) if isinstance(dtype, str) else dtype
-        if _dtype_name(array.dtype) not in allowed:
-            raise ValueError(f"{where} has dtype {array.dtype}, expected {' or '.join(allowed)}")
         names = _labels(shape)
         if len(array.shape) != len(names):
             raise ValueError(
@@ -403,7 +405,7 @@ def _labels(shape: str) -> tuple[str, ...]:
 
 @cache
 def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return str(dtype)
 
 
 @cache
@@ -419,7 +421,7 @@ def _require_device_array(where: str, array: Any, here: int | None) -> None:
         if not hasattr(array, "_ary"):
             raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
         return
-    if not (hasattr(array, "data_ptr") or hasattr(array, "__cuda_array_interface__")):
+    if not hasattr(array, "__cuda_array_interface__"):
         raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
     if 0 in array.shape:
         return
@@ -433,8 +435,6 @@ def _require_device_array(where: str, array: Any, here: int | None) -> None:
 
 
 def _is_contiguous(array: Any) -> bool:
-    if hasattr(array, "is_contiguous"):  # torch, whose strides count elements
-        return array.is_contiguous()
     if 0 in array.shape:  # an empty batch, whose strides mean nothing
         return True
     expected = np.dtype(array.dtype).itemsize
@@ -463,8 +463,6 @@ def _address(array: Any) -> int:
     pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
     if pointer is not None:
         return pointer.value or 0
-    if hasattr(array, "data_ptr"):  # torch's interface dictionary refuses bfloat16
-        return array.data_ptr()
     return array.__cuda_array_interface__["data"][0] or 0
 
 
