@@ -136,21 +136,15 @@ class Kernel:
         self.python, self.source = unroll(fn)
         if SIMULATED:
             self.python.__globals__["cuda"] = cuda
+        self._launch_configs: dict[tuple[int, ...], Any] = {}  # by grid
 
     def __repr__(self) -> str:
         return f"<Kernel {self.module}:{self.name}>"
 
-    def launch(
-        self,
-        grid: int | tuple[int, ...],
-        *args: Any,
-        stream: Any = None,
-        dynamic_shared: int | None = None,
-    ) -> None:
+    def launch(self, grid: int | tuple[int, ...], *args: Any, stream: Any = None) -> None:
         """Queue the kernel on `stream` (None: the default one). Arrays fill pointer parameters."""
         if len(args) != len(self.parameters):
             raise TypeError(f"{self}: {len(args)} arguments for {len(self.parameters)} parameters")
-        shared = self.dynamic_shared if dynamic_shared is None else dynamic_shared
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         if 0 in grid:
             return
@@ -159,27 +153,22 @@ class Kernel:
                 _flat(a, t.element) if isinstance(t, _Pointer) else t(a)
                 for a, (_, t) in zip(args, self.parameters, strict=True)
             ]
-            simulator.launch(self.python, grid, (self.threads,), tuple(values), shared)
+            simulator.launch(self.python, grid, (self.threads,), tuple(values), self.dynamic_shared)
             return
         core = _cuda_core()
         values = [
             _address(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
             for a, (_, t) in zip(args, self.parameters, strict=True)
         ]
-        key = (grid, shared)
-        launch_config = self._launch_configs.get(key)
+        launch_config = self._launch_configs.get(grid)
         if launch_config is None:
-            launch_config = self._launch_configs[key] = core.LaunchConfig(
+            launch_config = self._launch_configs[grid] = core.LaunchConfig(
                 grid=grid,
                 block=self.threads,
-                shmem_size=shared,
+                shmem_size=self.dynamic_shared,
                 programmatic_stream_serialization=self.dependent_launch,
             )
         core.launch(_stream(stream), launch_config, self._loaded, *values)
-
-    @cached_property
-    def _launch_configs(self) -> dict:
-        return {}
 
     @cached_property
     def _loaded(self) -> Any:
