@@ -29,9 +29,9 @@ from engine.files import replacing
 from engine.unroll import static_range, unroll
 
 __all__ = [
-    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "empty", "f32",
-    "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device",
-    "to_host", "u8", "u16", "u32", "u64",
+    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "device_pointer",
+    "empty", "f32", "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr",
+    "static_range", "stream_handle", "to_device", "to_host", "u8", "u16", "u32", "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -157,7 +157,7 @@ class Kernel:
             return
         core = _cuda_core()
         values = [
-            _address(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
+            device_pointer(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
             for a, (_, t) in zip(args, self.parameters, strict=True)
         ]
         launch_config = self._launch_configs.get(grid)
@@ -373,7 +373,7 @@ def fill_nan(array: Any) -> None:
 
     halves = array.size * array.dtype.itemsize // 2
     if halves:  # 0x7fff is a NaN, and so are two of them
-        (status,) = driver.cuMemsetD16(_address(array), 0x7FFF, halves)
+        (status,) = driver.cuMemsetD16(device_pointer(array), 0x7FFF, halves)
         if int(status):
             raise RuntimeError(f"{array.dtype}{list(array.shape)} cannot be filled: {status}")
 
@@ -385,6 +385,21 @@ def to_host(array: Any) -> np.ndarray:
         return np.empty(shape, dtype)
     flat = array.reshape(int(np.prod(shape))).view(np.uint8)
     return flat.copy_to_host().view(dtype).reshape(shape)
+
+
+def device_pointer(array: Any) -> int:
+    """The address of a device array's first element; 0 for None and for an array without any."""
+    if array is None:
+        return 0
+    pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
+    if pointer is not None:
+        return pointer.value or 0
+    return array.__cuda_array_interface__["data"][0] or 0
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUstream of a cuda.core stream, of a graph builder that captures, or the default one."""
+    return int(_stream(stream).__cuda_stream__()[1])
 
 
 @cache
@@ -417,7 +432,7 @@ def _require_device_array(where: str, array: Any, here: int | None) -> None:
     from cuda.bindings import driver
 
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    status, ordinal = driver.cuPointerGetAttribute(attribute, _address(array))
+    status, ordinal = driver.cuPointerGetAttribute(attribute, device_pointer(array))
     if int(status) or int(ordinal) != here:
         place = f"device {int(ordinal)}" if not int(status) else "no device"
         raise ValueError(f"{where} is on {place}, expected device {here}")
@@ -444,15 +459,6 @@ def _flat(array: Any, element: Any) -> np.ndarray:
     if flat.size and not np.shares_memory(flat, raw):
         raise ValueError("a pointer parameter needs a contiguous array")
     return flat.view(_NUMPY[id(element)])
-
-
-def _address(array: Any) -> int:
-    if array is None:
-        return 0
-    pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
-    if pointer is not None:
-        return pointer.value or 0
-    return array.__cuda_array_interface__["data"][0] or 0
 
 
 def _stream(stream: Any) -> Any:
