@@ -352,14 +352,16 @@ def _serve(rank: int, world: int, pipe: Connection, connect: str) -> None:
         group = _named(connect)(rank, world, agree, lambda what: pipe.send(("word", what)))
         pipe.send(("ready", None))
         while True:
-            function, arguments = pipe.recv()
+            try:
+                function, arguments = pipe.recv()
+            except EOFError:
+                break
             pipe.send(("done", _named(function)(group, *arguments)))
-    except (EOFError, BrokenPipeError):
-        pass
     except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        pipe.send(("failed", f"{type(error).__name__}: {error} ({where})"))
+        with contextlib.suppress(OSError):  # nobody is there to read it
+            pipe.send(("failed", f"{type(error).__name__}: {error} ({where})"))
     os._exit(1)  # a communicator whose peers are gone cannot be taken down
 
 
