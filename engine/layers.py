@@ -56,12 +56,14 @@ class Buffers:
         self._frozen = False
 
     def view(self, name: str, *shape: int, dtype: str = "float32") -> Any:
-        """The first elements of buffer `name`, in `shape`. MemoryError if it has too few and
-        start-up is over."""
+        """The first elements of buffer `name`, in `shape`. ValueError if it is of another dtype,
+        MemoryError if it has too few elements and start-up is over."""
         size = 1
         for extent in shape:
             size *= extent
         flat = self._flat.get(name)
+        if flat is not None and str(flat.dtype) != dtype:
+            raise ValueError(f"buffer {name} is {flat.dtype}, asked for as {dtype}")
         if flat is None or flat.size < size:
             if self._frozen:
                 raise MemoryError(f"buffer {name}: {list(shape)} asked for after start-up")

@@ -98,6 +98,18 @@ def test_nothing_is_allocated_after_start_up():
         buffers.view("y", 1)
 
 
+def test_a_buffer_keeps_its_dtype():
+    buffers = Buffers("bfloat16")
+    buffers.view("x", 4, 8)
+    buffers.activations("y", 4, 8)
+    assert buffers.view("y", 2, dtype="bfloat16").dtype == "bfloat16"
+    for shape in [(4, 8), (5, 8)]:
+        with pytest.raises(ValueError, match="buffer x is float32, asked for as int32"):
+            buffers.view("x", *shape, dtype="int32")
+    with pytest.raises(ValueError, match="buffer y is bfloat16, asked for as float32"):
+        buffers.view("y", 4, 8)
+
+
 def test_the_scratch_of_int4_projections_is_there_for_any_number_of_rows():
     down = Matrix(7168, 18432, qw=empty((1,), "int32"), sc=empty((1,), "bfloat16"))
     gate_up = Matrix(36864, 7168, qw=down.qw, sc=down.sc)  # K2.6's dense layer, if it were INT4
