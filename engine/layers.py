@@ -216,8 +216,7 @@ def project(
 ) -> list[Launch]:  # fmt: skip
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
-        # One scratch for all. Two projections run side by side with few rows alone, and one is
-        # the router's: with its few rows of W it does not use the scratch then.
+        # One scratch for all: a projection's kernels wait for those of the one before.
         calls = [
             partial(
                 w4a16_gemm.w4a16_gemm_many, x[rows], matrix.qw, matrix.sc, y=y[0][rows],
