@@ -74,11 +74,16 @@ class LatentCache:
         copy_to_device(self._table, self.page_table)
 
     def map_pages(self, request: int, pages: Sequence[int]) -> None:
-        """Give `request` these very pages, in logical order, in place of what it has."""
+        """Give `request` these very pages, in logical order, in place of what it has. ValueError
+        for a page twice, CacheFull for one that is another request's; neither changes anything."""
+        row, taken = self._table[request], set(pages)
+        if len(taken) < len(pages):
+            raise ValueError(f"request {request}: pages {list(pages)} are not distinct")
+        if len(pages) > len(row) or not taken <= {*self._free, *row[row >= 0].tolist()}:
+            raise CacheFull(
+                f"request {request}: pages {list(pages)} are not all free, or more than {len(row)}"
+            )
         self.release(request)
-        taken = set(pages)
-        if len(pages) > self._table.shape[1] or not taken <= set(self._free):
-            raise CacheFull(f"request {request}: pages {list(pages)} are not all free")
         self._free = [page for page in self._free if page not in taken]
-        self._table[request, : len(pages)] = pages
+        row[: len(pages)] = pages
         copy_to_device(self._table, self.page_table)

@@ -29,9 +29,9 @@ from engine.files import replacing
 from engine.unroll import static_range, unroll
 
 __all__ = [
-    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "empty", "f32",
-    "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr", "static_range", "to_device",
-    "to_host", "u8", "u16", "u32", "u64",
+    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "device_pointer",
+    "empty", "f32", "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr",
+    "static_range", "stream_handle", "to_device", "to_host", "u8", "u16", "u32", "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -136,21 +136,15 @@ class Kernel:
         self.python, self.source = unroll(fn)
         if SIMULATED:
             self.python.__globals__["cuda"] = cuda
+        self._launch_configs: dict[tuple[int, ...], Any] = {}  # by grid
 
     def __repr__(self) -> str:
         return f"<Kernel {self.module}:{self.name}>"
 
-    def launch(
-        self,
-        grid: int | tuple[int, ...],
-        *args: Any,
-        stream: Any = None,
-        dynamic_shared: int | None = None,
-    ) -> None:
+    def launch(self, grid: int | tuple[int, ...], *args: Any, stream: Any = None) -> None:
         """Queue the kernel on `stream` (None: the default one). Arrays fill pointer parameters."""
         if len(args) != len(self.parameters):
             raise TypeError(f"{self}: {len(args)} arguments for {len(self.parameters)} parameters")
-        shared = self.dynamic_shared if dynamic_shared is None else dynamic_shared
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         if 0 in grid:
             return
@@ -159,27 +153,22 @@ class Kernel:
                 _flat(a, t.element) if isinstance(t, _Pointer) else t(a)
                 for a, (_, t) in zip(args, self.parameters, strict=True)
             ]
-            simulator.launch(self.python, grid, (self.threads,), tuple(values), shared)
+            simulator.launch(self.python, grid, (self.threads,), tuple(values), self.dynamic_shared)
             return
         core = _cuda_core()
         values = [
-            _address(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
+            device_pointer(a) if isinstance(t, _Pointer) else _NUMPY[id(t)].type(a)
             for a, (_, t) in zip(args, self.parameters, strict=True)
         ]
-        key = (grid, shared)
-        launch_config = self._launch_configs.get(key)
+        launch_config = self._launch_configs.get(grid)
         if launch_config is None:
-            launch_config = self._launch_configs[key] = core.LaunchConfig(
+            launch_config = self._launch_configs[grid] = core.LaunchConfig(
                 grid=grid,
                 block=self.threads,
-                shmem_size=shared,
+                shmem_size=self.dynamic_shared,
                 programmatic_stream_serialization=self.dependent_launch,
             )
         core.launch(_stream(stream), launch_config, self._loaded, *values)
-
-    @cached_property
-    def _launch_configs(self) -> dict:
-        return {}
 
     @cached_property
     def _loaded(self) -> Any:
@@ -232,7 +221,9 @@ class Kernel:
 
         engine = Path(__file__).parent
         parts = [arch, self.source, repr(sorted(self._constants.items())), repr(self._options())]
-        parts += [f"numba-cuda={version('numba-cuda')}"]  # it brings a compiler of its own
+        parts += [f"numba-cuda={version('numba-cuda')}"]
+        # Compiler and linker are the toolkit's, and come and go without numba-cuda.
+        parts += [_tool("nvidia-nvvm", "nvvm"), _tool("nvidia-nvjitlink", "nvJitLink")]
         parts += [f"{p}={version(p).rpartition('.')[0]}" for p in ("numba", "numpy")]
         parts += [self._signature_text(), *_with_imports(self.file)]
         parts += [p.read_text() for p in sorted(engine.glob("*.py")) if p.name in _CODE_FILES]
@@ -306,18 +297,20 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
 
     `check("rms_norm", x=(x, "tokens hidden", "bfloat16"))` returns {"tokens": .., "hidden": ..}.
     A dimension name means the same size wherever it appears; a number stands for itself.
-    Raises ValueError naming the argument, what it should be and what it is.
+    Raises ValueError naming the argument, what it should be and what it is. Dtypes are numpy's, as
+    launchers compare them: a torch tensor is refused.
     """
     dims: dict[str, int] = {}
     here = None if SIMULATED else _cuda_core().Device().device_id
     for name, (array, shape, dtype) in arrays.items():
         where = f"{op}: {name}"
+        allowed = (dtype,) if isinstance(dtype, str) else dtype
+        found = getattr(array, "dtype", None)  # comes first: torch has no address of a bfloat16
+        if found is not None and _dtype_name(found) not in allowed:
+            raise ValueError(f"{where} has dtype {found}, expected {' or '.join(allowed)}")
         known = here is not None and getattr(array, "_known_on", None) == here
         if not known:
             _require_device_array(where, array, here)
-        allowed = (dtype,) if isinstance(dtype, str) else dtype
-        if _dtype_name(array.dtype) not in allowed:
-            raise ValueError(f"{where} has dtype {array.dtype}, expected {' or '.join(allowed)}")
         names = _labels(shape)
         if len(array.shape) != len(names):
             raise ValueError(
@@ -380,7 +373,7 @@ def fill_nan(array: Any) -> None:
 
     halves = array.size * array.dtype.itemsize // 2
     if halves:  # 0x7fff is a NaN, and so are two of them
-        (status,) = driver.cuMemsetD16(_address(array), 0x7FFF, halves)
+        (status,) = driver.cuMemsetD16(device_pointer(array), 0x7FFF, halves)
         if int(status):
             raise RuntimeError(f"{array.dtype}{list(array.shape)} cannot be filled: {status}")
 
@@ -394,6 +387,21 @@ def to_host(array: Any) -> np.ndarray:
     return flat.copy_to_host().view(dtype).reshape(shape)
 
 
+def device_pointer(array: Any) -> int:
+    """The address of a device array's first element; 0 for None and for an array without any."""
+    if array is None:
+        return 0
+    pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
+    if pointer is not None:
+        return pointer.value or 0
+    return array.__cuda_array_interface__["data"][0] or 0
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUstream of a cuda.core stream, of a graph builder that captures, or the default one."""
+    return int(_stream(stream).__cuda_stream__()[1])
+
+
 @cache
 def _labels(shape: str) -> tuple[str, ...]:
     return tuple(shape.split())
@@ -401,7 +409,7 @@ def _labels(shape: str) -> tuple[str, ...]:
 
 @cache
 def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return str(dtype)
 
 
 @cache
@@ -417,22 +425,20 @@ def _require_device_array(where: str, array: Any, here: int | None) -> None:
         if not hasattr(array, "_ary"):
             raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
         return
-    if not (hasattr(array, "data_ptr") or hasattr(array, "__cuda_array_interface__")):
+    if not hasattr(array, "__cuda_array_interface__"):
         raise ValueError(f"{where} is a {type(array).__name__}, expected a device array")
     if 0 in array.shape:
         return
     from cuda.bindings import driver
 
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    status, ordinal = driver.cuPointerGetAttribute(attribute, _address(array))
+    status, ordinal = driver.cuPointerGetAttribute(attribute, device_pointer(array))
     if int(status) or int(ordinal) != here:
         place = f"device {int(ordinal)}" if not int(status) else "no device"
         raise ValueError(f"{where} is on {place}, expected device {here}")
 
 
 def _is_contiguous(array: Any) -> bool:
-    if hasattr(array, "is_contiguous"):  # torch, whose strides count elements
-        return array.is_contiguous()
     if 0 in array.shape:  # an empty batch, whose strides mean nothing
         return True
     expected = np.dtype(array.dtype).itemsize
@@ -455,17 +461,6 @@ def _flat(array: Any, element: Any) -> np.ndarray:
     return flat.view(_NUMPY[id(element)])
 
 
-def _address(array: Any) -> int:
-    if array is None:
-        return 0
-    pointer = getattr(array, "device_ctypes_pointer", None)  # Numba's arrays: no dict to build
-    if pointer is not None:
-        return pointer.value or 0
-    if hasattr(array, "data_ptr"):  # torch's interface dictionary refuses bfloat16
-        return array.data_ptr()
-    return array.__cuda_array_interface__["data"][0] or 0
-
-
 def _stream(stream: Any) -> Any:
     return _cuda_core().LEGACY_DEFAULT_STREAM if stream is None else stream
 
@@ -475,14 +470,31 @@ def _cache_dir() -> Path:
 
 
 def _read_cubin(path: Path) -> tuple[bytes, str] | None:
-    """Code and entry name of a cache entry; None if it is not there or damaged."""
+    """Code and entry name of a cache entry; None if it is not there, unreadable or damaged."""
     try:
         entry, _, code = path.read_bytes().partition(b"\0")
-    except FileNotFoundError:
+    except OSError:
         return None
     if not code or hashlib.sha256(code[32:]).digest() != code[:32]:
         return None
     return code[32:], entry.decode()
+
+
+def _tool(distribution: str, library: str) -> str:
+    """Version of a wheel of the toolkit; without it, which file the library is and of when."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        return f"{distribution}={version(distribution)}"
+    except PackageNotFoundError:
+        pass
+    try:
+        path = Path(load_nvidia_dynamic_lib(library).abs_path).resolve()
+    except DynamicLibNotFoundError:
+        return f"no {library}"  # nothing can be compiled
+    return f"{path} {path.stat().st_mtime_ns}"
 
 
 def _with_imports(file: Path) -> list[str]:

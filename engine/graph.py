@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from engine.device import SIMULATED, copy_to_device, cuda, empty, to_host
+from engine.device import (
+    SIMULATED,
+    copy_to_device,
+    cuda,
+    device_pointer,
+    empty,
+    stream_handle,
+    to_host,
+)
 from engine.layers import Launch
 
 
@@ -34,7 +42,11 @@ def upload(host: np.ndarray, device: Any, *, stream: Any = None) -> None:
         return
     from cuda.bindings import driver
 
-    _sound(driver.cuMemcpyHtoDAsync(_address(device), host.ctypes.data, host.nbytes, _raw(stream)))
+    _sound(
+        driver.cuMemcpyHtoDAsync(
+            device_pointer(device), host.ctypes.data, host.nbytes, stream_handle(stream)
+        )
+    )
 
 
 def download(device: Any, host: np.ndarray, *, stream: Any = None) -> None:
@@ -44,7 +56,11 @@ def download(device: Any, host: np.ndarray, *, stream: Any = None) -> None:
         return
     from cuda.bindings import driver
 
-    _sound(driver.cuMemcpyDtoHAsync(host.ctypes.data, _address(device), host.nbytes, _raw(stream)))
+    _sound(
+        driver.cuMemcpyDtoHAsync(
+            host.ctypes.data, device_pointer(device), host.nbytes, stream_handle(stream)
+        )
+    )
 
 
 class Packed:
@@ -132,7 +148,9 @@ class Staged:
 
         flags = driver.CUevent_record_flags
         flag = flags.CU_EVENT_RECORD_EXTERNAL if captured else flags.CU_EVENT_RECORD_DEFAULT
-        _sound(driver.cuEventRecordWithFlags(self._events[event].handle, _raw(stream), flag))
+        _sound(
+            driver.cuEventRecordWithFlags(self._events[event].handle, stream_handle(stream), flag)
+        )
 
 
 def queue(launches: Sequence[Launch], stream: Any) -> None:
@@ -149,16 +167,6 @@ def recorded(put: Callable[[Any], None]) -> Any:
     builder.begin_building()
     put(builder)
     return builder.end_building().complete()
-
-
-def _raw(stream: Any) -> int:
-    from cuda.core import LEGACY_DEFAULT_STREAM
-
-    return int((LEGACY_DEFAULT_STREAM if stream is None else stream).__cuda_stream__()[1])
-
-
-def _address(array: Any) -> int:
-    return array.device_ctypes_pointer.value
 
 
 def _sound(answer: tuple) -> None:

@@ -56,12 +56,14 @@ class Buffers:
         self._frozen = False
 
     def view(self, name: str, *shape: int, dtype: str = "float32") -> Any:
-        """The first elements of buffer `name`, in `shape`. MemoryError if it has too few and
-        start-up is over."""
+        """The first elements of buffer `name`, in `shape`. ValueError if it is of another dtype,
+        MemoryError if it has too few elements and start-up is over."""
         size = 1
         for extent in shape:
             size *= extent
         flat = self._flat.get(name)
+        if flat is not None and str(flat.dtype) != dtype:
+            raise ValueError(f"buffer {name} is {flat.dtype}, asked for as {dtype}")
         if flat is None or flat.size < size:
             if self._frozen:
                 raise MemoryError(f"buffer {name}: {list(shape)} asked for after start-up")
@@ -214,8 +216,7 @@ def project(
 ) -> list[Launch]:  # fmt: skip
     """y [matrix.parts, rows, n] fp32: parts of x times the matrix."""
     if matrix.w is None:
-        # One scratch for all. Two projections run side by side with few rows alone, and one is
-        # the router's: with its few rows of W it does not use the scratch then.
+        # One scratch for all: a projection's kernels wait for those of the one before.
         calls = [
             partial(
                 w4a16_gemm.w4a16_gemm_many, x[rows], matrix.qw, matrix.sc, y=y[0][rows],

@@ -60,7 +60,10 @@ class Nccl:
         ImportError without CuPy."""
         from numba import cuda
 
+        from engine import device  # here: processes that run no kernel do without Numba
+
         cuda.current_context()
+        self._device = device
         self._nccl = _nccl()
         self.rank, self.world, self.tell = rank, world, tell
         key = agree(self._nccl.get_unique_id() if rank == 0 else None)
@@ -71,8 +74,9 @@ class Nccl:
     ) -> None:
         """Whole rooms move, whatever is in them: their size is fixed when a graph is captured."""
         _check_gather(part, whole, self.world)
+        pointer, handle = self._device.device_pointer, self._device.stream_handle(stream)
         self._communicator.allGather(
-            _pointer(part), _pointer(whole), _nbytes(part), self._nccl.NCCL_UINT8, _handle(stream)
+            pointer(part), pointer(whole), _nbytes(part), self._nccl.NCCL_UINT8, handle
         )
 
     def exchange(
@@ -80,12 +84,13 @@ class Nccl:
     ) -> None:
         """Whole rooms move, as in `all_gather`."""
         _check_exchange(parts, others, self.world)
-        size, handle = _nbytes(parts) // self.world, _handle(stream)
+        pointer, handle = self._device.device_pointer, self._device.stream_handle(stream)
+        size = _nbytes(parts) // self.world
         byte = self._nccl.NCCL_UINT8
         self._nccl.groupStart()
         for peer in range(self.world):
-            self._communicator.send(_pointer(parts) + peer * size, size, byte, peer, handle)
-            self._communicator.recv(_pointer(others) + peer * size, size, byte, peer, handle)
+            self._communicator.send(pointer(parts) + peer * size, size, byte, peer, handle)
+            self._communicator.recv(pointer(others) + peer * size, size, byte, peer, handle)
         self._nccl.groupEnd()
 
 
@@ -104,19 +109,8 @@ def _nccl() -> Any:
     return nccl
 
 
-def _pointer(array: Any) -> int:
-    return array.device_ctypes_pointer.value or 0
-
-
 def _nbytes(array: Any) -> int:
     return int(array.size) * np.dtype(array.dtype).itemsize
-
-
-def _handle(stream: Any) -> int:
-    """The CUstream of a cuda.core stream, of a graph builder that captures, or the default one."""
-    from cuda.core import LEGACY_DEFAULT_STREAM
-
-    return int((LEGACY_DEFAULT_STREAM if stream is None else stream).__cuda_stream__()[1])
 
 
 def _check_gather(part: Any, whole: Any, world: int) -> None:
@@ -358,14 +352,16 @@ def _serve(rank: int, world: int, pipe: Connection, connect: str) -> None:
         group = _named(connect)(rank, world, agree, lambda what: pipe.send(("word", what)))
         pipe.send(("ready", None))
         while True:
-            function, arguments = pipe.recv()
+            try:
+                function, arguments = pipe.recv()
+            except EOFError:
+                break
             pipe.send(("done", _named(function)(group, *arguments)))
-    except (EOFError, BrokenPipeError):
-        pass
     except BaseException as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        pipe.send(("failed", f"{type(error).__name__}: {error} ({where})"))
+        with contextlib.suppress(OSError):  # nobody is there to read it
+            pipe.send(("failed", f"{type(error).__name__}: {error} ({where})"))
     os._exit(1)  # a communicator whose peers are gone cannot be taken down
 
 

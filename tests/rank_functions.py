@@ -30,6 +30,18 @@ def fails(group):
     time.sleep(60)
 
 
+def runs_out(group):
+    if group.rank == 1:
+        raise EOFError("the file is cut short")
+    time.sleep(60)
+
+
+def loses_a_pipe(group):
+    if group.rank == 1:
+        raise BrokenPipeError("its own")
+    time.sleep(60)
+
+
 def dies(group):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,9 +11,12 @@ import sys
 import textwrap
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from cuda import pathfinder
 from throwaway import Project
 
 from harness import devices, fuzz, golden, manifest, spec
@@ -389,6 +392,70 @@ def test_damaged_machine_code_is_found_by_its_hash_and_made_again(
     path.write_bytes(bytes(content))
     assert compiled() == (right, 2)
     assert "was damaged, and is made again" in capsys.readouterr().err
+    assert compiled() == (right, 2)
+
+
+TOOLS = {"nvidia-nvvm": "nvvm", "nvidia-nvjitlink": "nvJitLink"}  # wheel: library
+
+
+@pytest.mark.parametrize("changed", ["numba-cuda", *TOOLS])
+def test_another_compiler_or_linker_makes_machine_code_again(compiled, monkeypatch, changed):
+    versions = dict.fromkeys(("numba", "numpy", "numba-cuda", *TOOLS), "1.2.3")
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    assert compiled()[1] == compiled()[1] == 1
+    versions[changed] = "1.2.4"
+    assert compiled()[1] == compiled()[1] == 2
+
+
+@pytest.fixture
+def no_wheels(monkeypatch):
+    """The toolkit is not installed as wheels."""
+
+    def version(name, known=metadata.version):
+        if name in TOOLS:
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize("changed", TOOLS.values())
+def test_a_toolkit_that_is_no_wheel_counts_by_its_files(
+    compiled, no_wheels, tmp_path, monkeypatch, changed
+):
+    for library in TOOLS.values():
+        (tmp_path / library).touch()
+    monkeypatch.setattr(
+        pathfinder, "load_nvidia_dynamic_lib",
+        lambda library: SimpleNamespace(abs_path=str(tmp_path / library)),
+    )  # fmt: skip
+    assert compiled()[1] == compiled()[1] == 1
+    os.utime(tmp_path / changed, (1, 1))
+    assert compiled()[1] == compiled()[1] == 2
+
+
+def test_without_a_toolkit_the_cache_is_still_asked(compiled, no_wheels, monkeypatch):
+    def nothing(library):
+        raise pathfinder.DynamicLibNotFoundError(library)
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", nothing)
+    assert compiled()[1] == compiled()[1] == 1
+
+
+def test_a_cache_that_is_no_folder_costs_the_compiler_time_and_no_launch(compiled, monkeypatch):
+    monkeypatch.setenv("KDTR_CACHE", os.devnull)
+    assert compiled() == ((b"machine code", "entry"), 1)
+    assert compiled() == ((b"machine code", "entry"), 2)
+
+
+def test_machine_code_that_may_not_be_read_is_made_again(compiled, monkeypatch):
+    right = (b"machine code", "entry")
+    assert compiled() == (right, 1)
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
     assert compiled() == (right, 2)
 
 

@@ -81,6 +81,33 @@ def test_a_page_has_one_owner():
     assert pages.slots(0, 5).tolist() == [16, 17, 18, 19, 4]
     with pytest.raises(CacheFull, match=r"pages \[1\] are not all free"):
         pages.map_pages(1, [1])
+    pages.map_pages(0, [1, 2])
+    assert to_host(pages.page_table)[0].tolist() == [1, 2, -1, -1]
+    pages.map_pages(1, [4])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        ([1, 1], ValueError),  # twice
+        ([2, 0], CacheFull),  # 0 is another request's
+        ([2, 5], CacheFull),  # there is no page 5
+        ([2, -1], CacheFull),
+        ([1, 2, 3, 4], CacheFull),  # four pages, and three fit
+    ],
+)
+def test_pages_that_cannot_be_had_change_nothing(wanted, error):
+    pages = cache(max_pages=3)
+    pages.map_pages(0, [4, 1])
+    pages.map_pages(1, [0])
+    before = to_host(pages.page_table)
+    with pytest.raises(error, match="request 0: pages"):
+        pages.map_pages(0, wanted)
+    assert np.array_equal(to_host(pages.page_table), before)
+    pages.reserve(0, 12)  # the page that it has not, of the two that are free
+    pages.reserve(1, 8)
+    used = to_host(pages.page_table)
+    assert sorted(used[used >= 0].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_an_unwritten_cache_is_nan():
@@ -96,6 +123,18 @@ def test_nothing_is_allocated_after_start_up():
         buffers.view("x", 5, 8)
     with pytest.raises(MemoryError, match="buffer y"):
         buffers.view("y", 1)
+
+
+def test_a_buffer_keeps_its_dtype():
+    buffers = Buffers("bfloat16")
+    buffers.view("x", 4, 8)
+    buffers.activations("y", 4, 8)
+    assert buffers.view("y", 2, dtype="bfloat16").dtype == "bfloat16"
+    for shape in [(4, 8), (5, 8)]:
+        with pytest.raises(ValueError, match="buffer x is float32, asked for as int32"):
+            buffers.view("x", *shape, dtype="int32")
+    with pytest.raises(ValueError, match="buffer y is bfloat16, asked for as float32"):
+        buffers.view("y", 4, 8)
 
 
 def test_the_scratch_of_int4_projections_is_there_for_any_number_of_rows():

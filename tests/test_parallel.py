@@ -34,6 +34,8 @@ def test_ranks_answer_in_order_see_one_gpu_each_and_agree_on_what_rank_0_says():
     ("function", "said"),
     [
         ("fails", "rank 1 on GPU-b failed: ValueError: cannot do this"),
+        ("runs_out", "rank 1 on GPU-b failed: EOFError: the file is cut short"),
+        ("loses_a_pipe", "rank 1 on GPU-b failed: BrokenPipeError: its own"),
         ("dies", "rank 1 on GPU-b ended with exit code -9"),
         ("hangs", r"ranks \[1\] said nothing for 2 s; \[0\] had done their part"),
     ],

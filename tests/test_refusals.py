@@ -195,11 +195,11 @@ def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
     monkeypatch.setattr(
         device, "_require_device_array", lambda where, array, here: asked.append((where, here))
     )
-    x, of_torch = Large(3, 4), Large(3, 4)
+    x, foreign = Large(3, 4), Large(3, 4)
     x.device_ctypes_pointer = None  # Numba's arrays have one, and stay as they are
 
     def check(columns="columns"):
-        return device.check("f", x=(x, f"3 {columns}", "float32"), y=(of_torch, "3 4", "float32"))
+        return device.check("f", x=(x, f"3 {columns}", "float32"), y=(foreign, "3 4", "float32"))
 
     for _ in range(2):
         assert check() == {"columns": 4}
@@ -208,9 +208,37 @@ def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
     assert asked == [("f: x", 0), ("f: y", 0), ("f: y", 0), ("f: x", 1), ("f: y", 1)]
     with pytest.raises(ValueError, match="f: x has shape"):
         check("5")
-    of_torch.strides = (4, 12)
+    foreign.strides = (4, 12)
     with pytest.raises(ValueError, match="f: y is not C-contiguous"):
         check()
+
+
+class Foreign:
+    """A torch tensor on a GPU, as far as `check` looks: torch is not installed everywhere."""
+
+    def __init__(self, dtype):
+        self.shape, self.dtype = (3, 4), dtype
+
+    @property
+    def __cuda_array_interface__(self):
+        raise TypeError("not of this dtype")
+
+    def data_ptr(self):
+        return 256
+
+    def is_contiguous(self):
+        return True
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_foreign_dtype_is_refused(monkeypatch, name):
+    """A launcher would take torch.float32 for what is not numpy's float32: bfloat16."""
+    current = SimpleNamespace(device_id=0)
+    monkeypatch.setattr(device, "SIMULATED", False)
+    monkeypatch.setattr(device, "_cuda_core", lambda: SimpleNamespace(Device=lambda: current))
+    x = Foreign(f"torch.{name}")
+    with pytest.raises(ValueError, match=f"f: x has dtype torch.{name}, expected float32 or"):
+        device.check("f", x=(x, "3 4", ("float32", "bfloat16")))
 
 
 def rope_of(*, rows, heads=1, q_width, width, positions=1, pairs=2):
