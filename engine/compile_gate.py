@@ -2,7 +2,8 @@
 
 A kernel passes when, on each target, it has no stack frame and no local-memory instruction, no
 64-bit floating point (an untyped literal next to a float32 is one), no more registers than its
-ceiling, and every instruction that it claims to use. `kdtr compile` runs this.
+ceiling, no more shared memory than a block may have, and every instruction that it claims to use.
+`kdtr compile` runs this.
 """
 
 import argparse
@@ -27,7 +28,17 @@ from engine.files import replacing
 if TYPE_CHECKING:
     from engine.device import Kernel
 
-TARGETS = ("sm_90a", "sm_100", "sm_120")
+# Bytes of shared memory that a block may have.
+TARGETS = {"sm_90a": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
+# Need more: the launcher takes another there, or refuses (tests/test_simulator.py).
+LARGE = {
+    ("sm_120", "gemm_bf16_rows64_tokens64_ring4_groups4"),
+    ("sm_120", "gemm_bf16_rows96_tokens64_ring4_groups4"),
+    ("sm_120", "tree_verify_mla_bf16_heads_tile64_rank512_rope64"),
+    ("sm_120", "tree_verify_mla_bf16_heads_tile32_rank512_rope64"),
+    ("sm_120", "tree_verify_mla_bf16_heads_tile16_rank512_rope64"),
+}
+RESERVED = 1024  # bytes of a block that are the system's, and counted as the kernel's
 DOUBLE = re.compile(
     r"\b(DADD|DMUL|DFMA|DSETP|DMNMX|MUFU\.\w*64H|[FI]2F\.F64\S*|F2F\.\S*F64|I2F\.F64)"
 )
@@ -111,6 +122,9 @@ def inspect_kernel(module: str, attribute: str, constants: dict | None, target: 
         faults.append(f"64-bit floating point: {', '.join(doubles)}")
     if usage["REG"] > kernel.registers:
         faults.append(f"{usage['REG']} registers, ceiling {kernel.registers}")
+    shared = max(usage.get("SHARED", 0) - RESERVED, 0) + kernel.dynamic_shared
+    if shared > TARGETS[target] and (target, kernel.name) not in LARGE:
+        faults.append(f"{shared} B of shared memory, a block may have {TARGETS[target]}")
     faults += [f"no {want}" for want in kernel.sass if not any(o.startswith(want) for o in opcodes)]
     families: Counter[str] = Counter()
     for op, n in opcodes.items():
@@ -120,7 +134,7 @@ def inspect_kernel(module: str, attribute: str, constants: dict | None, target: 
         target=target,
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
-        shared_bytes=usage.get("SHARED", 0),
+        shared_bytes=shared,
         code_bytes=len(cubin),
         instructions=dict(families.most_common()),
         seconds=round(seconds, 3),

@@ -29,9 +29,32 @@ from engine.files import replacing
 from engine.unroll import static_range, unroll
 
 __all__ = [
-    "SIMULATED", "Family", "Kernel", "cdiv", "check", "copy_to_device", "cuda", "device_pointer",
-    "empty", "f32", "family", "fill_nan", "function", "i32", "i64", "kernel", "ptr",
-    "static_range", "stream_handle", "to_device", "to_host", "u8", "u16", "u32", "u64",
+    "SIMULATED",
+    "Family",
+    "Kernel",
+    "cdiv",
+    "check",
+    "copy_to_device",
+    "cuda",
+    "device_pointer",
+    "empty",
+    "f32",
+    "family",
+    "fill_nan",
+    "function",
+    "i32",
+    "i64",
+    "kernel",
+    "ptr",
+    "shared_limit",
+    "static_range",
+    "stream_handle",
+    "to_device",
+    "to_host",
+    "u8",
+    "u16",
+    "u32",
+    "u64",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -85,6 +108,16 @@ class ptr:
 
     def __class_getitem__(cls, element: Any) -> _Pointer:
         return _Pointer(element)
+
+
+@cache
+def shared_limit() -> int:
+    """Bytes of shared memory that a block may have: 227 KB on sm_90 and sm_100, 99 KB on sm_120."""
+    if SIMULATED:
+        return 227 * 1024
+    from cuda.core import Device
+
+    return Device().properties.max_shared_memory_per_block_optin
 
 
 def cdiv(a: int, b: int) -> int:

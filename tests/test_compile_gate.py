@@ -57,6 +57,14 @@ FAULTY = {
             x[u32(cuda.threadIdx.x)] = f32(1)
         """,
     ),
+    "more shared memory than there is": (
+        "232449 B of shared memory, a block may have 232448",
+        """
+        @kernel(threads=32, registers=32, dynamic_shared=227 * 1024 + 1)
+        def planted(x: ptr[f32]):
+            x[u32(cuda.threadIdx.x)] = cuda.shared.array(0, f32)[u32(cuda.threadIdx.x)]
+        """,
+    ),
     "source that Numba cannot compile": (
         "does not compile",
         """

@@ -23,7 +23,7 @@ from engine.device import (
     u32,
     u64,
 )
-from engine.kernels import tree_verify_mla
+from engine.kernels import gemm_bf16, tree_verify_mla
 from engine.warp import block_sum, warp_max
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")
@@ -230,7 +230,7 @@ def test_misaligned_vector_access_is_an_error():
 
 
 def test_attention_refuses_a_gpu_with_too_little_shared_memory(monkeypatch):
-    monkeypatch.setattr(tree_verify_mla, "_shared_limit", lambda: 99 * 1024)
+    monkeypatch.setattr(tree_verify_mla, "shared_limit", lambda: 99 * 1024)
 
     def zeros(dtype, *shape):
         return to_device(np.zeros(shape, dtype))
@@ -243,3 +243,22 @@ def test_attention_refuses_a_gpu_with_too_little_shared_memory(monkeypatch):
             o=zeros(act, 1, 64, 512), partial=zeros(np.float32, 1, 16, 64, 512),
             stats=zeros(np.float32, 1, 16, 64, 2),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [99 * 1024, 227 * 1024])
+def test_no_gemm_wants_more_shared_memory_than_the_gpu_has(monkeypatch, limit):
+    monkeypatch.setattr(gemm_bf16, "shared_limit", lambda: limit)
+    chosen = {
+        gemm_bf16._gemm_bf16(**gemm_bf16._tile(n, m, blocks, stages))
+        for n in (64, 384, 576, 1536, 7168, 12288)
+        for m in (1, 16, 33, 64, 65, 256)
+        for blocks in (1, 3, 64)
+        for stages in (1, 2, 8)
+    }
+    chosen |= {
+        gemm_bf16._gemm_resident(stages=stages, **tile)
+        for m in (1, 16, 33, 64, 65, 256)
+        for stages in (1, 2, 4, 8)
+        if (tile := gemm_bf16._resident_tile(m, stages))
+    }
+    assert max(kernel.dynamic_shared for kernel in chosen) <= limit

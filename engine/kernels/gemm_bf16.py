@@ -28,6 +28,7 @@ from engine.device import (
     function,
     kernel,
     ptr,
+    shared_limit,
     static_range,
     u8,
     u16,
@@ -499,7 +500,8 @@ def _tile(n: int, m: int, blocks: int, stages: int) -> dict[str, int]:
         return {"rows": 64, "tokens": tokens, "ring": 4, "groups": 4}
     if m <= tokens and cdiv(n, 96) * blocks <= SMS:  # one block an SM: a deeper ring is free
         rows = 96 if cdiv(n, 64) * blocks > SMS else 64
-        return {"rows": rows, "tokens": tokens, "ring": 4, "groups": 4}
+        if 4 * (rows + tokens) * ROW_BYTES <= shared_limit():  # which sm_120 does not have
+            return {"rows": rows, "tokens": tokens, "ring": 4, "groups": 4}
     return {"rows": 64, "tokens": tokens, "ring": 3, "groups": 4}  # two blocks fit an SM
 
 

@@ -20,10 +20,7 @@ or beyond MAX_WINDOW, gives NaN. Every visible position needs a page (slot_mappi
 without one).
 """
 
-from functools import cache
-
 from engine.device import (
-    SIMULATED,
     cdiv,
     check,
     cuda,
@@ -33,6 +30,7 @@ from engine.device import (
     i32,
     kernel,
     ptr,
+    shared_limit,
     static_range,
     u8,
     u16,
@@ -667,16 +665,6 @@ def _fold(*, bf16: bool):
     return fold
 
 
-@cache
-def _shared_limit() -> int:
-    """Bytes of shared memory that a block may have: 227 KB on sm_90 and sm_100, 99 KB on sm_120."""
-    if SIMULATED:
-        return 227 * 1024
-    from cuda.core import Device
-
-    return Device().properties.max_shared_memory_per_block_optin
-
-
 def tree_verify_mla(
     q,
     cache,
@@ -772,10 +760,10 @@ def tree_verify_mla_heads(
         if of_heads > 32 and rank == 512 and has_wgmma():
             variant["wgmma"] = True
         attention = _tree_verify_mla_bf16(**variant, rank=rank, rope=width - rank)
-        if attention.dynamic_shared > _shared_limit():
+        if attention.dynamic_shared > shared_limit():
             raise NotImplementedError(
                 f"tree_verify_mla: {of_heads} heads of rank {rank} need {attention.dynamic_shared} "
-                f"B of shared memory a block, and this GPU has {_shared_limit()}"
+                f"B of shared memory a block, and this GPU has {shared_limit()}"
             )
         attention.launch(
             (dims["rows"], splits), q, cache, page_table, row_start, prefix_len, ancestors,

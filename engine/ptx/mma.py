@@ -30,7 +30,6 @@ MMA_ARGUMENTS = (
 )
 
 
-
 def unpacked(words: np.ndarray) -> np.ndarray:
     """u32 [...] -> two bfloat16 values [..., 2] as float64."""
     halves = words[..., None].view(np.uint16).astype(np.uint32)
