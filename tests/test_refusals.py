@@ -6,6 +6,7 @@ a launch is an error of its own.
 
 import importlib
 import inspect
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,29 @@ def test_a_size_that_contradicts_another_argument_is_refused(each):
                 said = refusal(launcher, wrong, scalars)
                 named = [n for n in (name, *others) if n in said]
                 assert named, f"{name} of shape {shape} ({label}): {said}"
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_empty_axes_are_refused_or_legal(each, monkeypatch):
+    """One or two axes of length 0: a launch or a refusal, not both, and no other error."""
+    launched = []
+    monkeypatch.setattr(device.Kernel, "launch", lambda self, *_, **__: launched.append(str(self)))
+    launcher, arrays, scalars = call_of(each)
+    axes = {n: axes_of(tensor) for n, tensor in each.tensors().items()}
+    labels = sorted({label for of in axes.values() for _, label in of if isinstance(label, str)})
+    for empty in (*combinations(labels, 1), *combinations(labels, 2)):
+        changed = {}
+        for name, array in arrays.items():
+            shape = [0 if label in empty else array.shape[i] for i, label in axes[name]]
+            changed[name] = device.empty(tuple(shape), array.dtype)
+        launched.clear()
+        try:
+            launcher(**changed, **scalars)
+        except REFUSED as error:
+            if launched:
+                pytest.fail(f"{empty} of length 0 is refused after {launched}: {error}")
+        except Exception as error:
+            pytest.fail(f"{empty} of length 0: {error!r}")
 
 
 @pytest.mark.parametrize("each", by_stem(KERNELS))

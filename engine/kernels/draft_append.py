@@ -155,6 +155,8 @@ def _append(
         status=(status, "rows", "int32"),
     )
     parts, rows, width, size = dims["parts"], dims["rows"], dims["width"], dims["size"]
+    if not size:
+        raise ValueError("draft_append: k_weight is empty, expected the columns of a head")
     groups = dims["entry"] // (2 * size)
     if not parts or 2 * dims["half"] != size or width != (heads + 2 * groups) * size:
         raise ValueError(

@@ -343,15 +343,20 @@ def draft_attention(
         stats=(stats, f"rows {MAX_SPLITS} heads 2", "float32"),
     )
     requests, heads, size = dims["requests"], dims["heads"], dims["size"]
-    slots, rest = divmod(dims["rows"], requests)
-    groups, odd = divmod(dims["entry"], 2 * size)
-    if rest or odd or not groups or heads % groups:
+    if not requests or dims["rows"] % requests:
         raise ValueError(
-            f"draft_attention: {dims['rows']} rows of {requests} requests, {heads} heads of {size} "
-            f"and rows of keys and values of {dims['entry']} do not fit"
+            f"draft_attention: q has {dims['rows']} rows, expected as many for each of {requests} "
+            "requests in prefix_len, at least one"
         )
     if size not in (16, 32, 128):
-        raise NotImplementedError(f"draft_attention: heads of {size} columns")
+        raise NotImplementedError(f"draft_attention: q has heads of {size} columns")
+    slots = dims["rows"] // requests
+    groups, odd = divmod(dims["entry"], 2 * size)
+    if odd or not groups or heads % groups:
+        raise ValueError(
+            f"draft_attention: q has {heads} heads of {size} columns and a row of block "
+            f"{dims['entry']}, expected keys and values of heads that divide {heads}"
+        )
     if page_size < 1:
         raise ValueError(f"draft_attention: page_size is {page_size}, expected 1 or more")
     if not scale > 0:

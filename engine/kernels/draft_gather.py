@@ -96,19 +96,18 @@ def draft_gather(
         slot=(slot, "requests room", "int64"),
         status=(status, "requests room", "int32"),
     )
-    requests, room = dims["requests"], dims["room"]
-    nodes, rest = divmod(dims["rows"], requests)
-    if rest:
+    rows, requests, room = dims["rows"], dims["requests"], dims["room"]
+    if not requests or rows % requests:
         raise ValueError(
-            f"draft_gather: taps has {dims['rows']} rows, expected as many for each of {requests} "
-            "requests"
+            f"draft_gather: taps has {rows} rows, expected as many for each of {requests} "
+            "requests in accepted, at least one"
         )
     if dims["width"] % 8:
         raise NotImplementedError(f"draft_gather: a width of {dims['width']}, no multiple of 8")
     if page_size < 1:
         raise ValueError(f"draft_gather: page_size is {page_size}, expected 1 or more")
     _draft_gather.launch(
-        requests * room, taps, accepted, accepted_counts, prefix_len, page_table, nodes,
-        dims["width"], room, dims["max_pages"], page_size, features, position, slot, status,
-        stream=stream,
+        requests * room, taps, accepted, accepted_counts, prefix_len, page_table,
+        rows // requests, dims["width"], room, dims["max_pages"], page_size, features, position,
+        slot, status, stream=stream,
     )  # fmt: skip
