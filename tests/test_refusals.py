@@ -16,6 +16,7 @@ import pytest
 
 from engine import device
 from engine.kernels.add_rms_norm import add_rms_norm
+from engine.kernels.moe_route import moe_route_share
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope import rope
 from engine.kernels.swiglu import swiglu
@@ -172,6 +173,31 @@ def test_an_array_on_the_host_is_refused(each):
         said = refusal(launcher, wrong, scalars)
         assert name in said, f"{name} on the host: {said}"
         assert "device array" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"x": (3, 40)}, "x has 40 columns"),
+        ({"x": (3, 96)}, None),  # as padded as 64
+        ({"x": (2, 64)}, "x has shape"),
+        ({"x_permuted": (3, 64)}, "x_permuted 64"),
+        ({"block_slot": (6, 0), "width": 0}, "block_slot has 0 columns"),
+        ({"block_slot": (6, 8), "width": -8}, "block_slot has 8 columns"),
+    ],
+)
+def test_what_moe_route_share_refuses(changes, said):
+    """No spec calls it; 3 rows x top 2, the 8 experts from 8 on."""
+    shapes = {"experts": (3, 2), "block_expert": (6,), "block_slot": (6, 8)}
+    shapes |= {"x": (3, 64), "x_permuted": (3, 128), "width": 8, **changes}
+    width = shapes.pop("width")
+    arrays = {
+        name: device.empty(shape, ml_dtypes.bfloat16 if name.startswith("x") else np.int32)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError if said else Launched, match=said):
+        moe_route_share(**arrays, first=8, count=8, width=width)
 
 
 class Large:
