@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engine import device
+from engine import device, simulator
+from engine.kernels import embedding
 from engine.kernels.add_rms_norm import add_rms_norm
 from engine.kernels.moe_route import moe_route_share
 from engine.kernels.rms_norm import rms_norm
@@ -236,6 +237,36 @@ def test_more_elements_than_32_bits_count_are_refused(call, named):
         call(2**20)
     with pytest.raises(Launched):
         call(2**20 - 1)
+
+
+class Sparse:
+    """A pointer to `size` elements that keeps what is written, by its place."""
+
+    def __init__(self, size, start=0, written=None):
+        self.size, self.start = size, start
+        self.written = {} if written is None else written
+
+    def __len__(self):
+        return self.size - self.start
+
+    def __getitem__(self, behind):
+        return Sparse(self.size, self.start + behind.start, self.written)
+
+    def __setitem__(self, i, value):
+        assert int(i) < len(self)
+        self.written[self.start + int(i)] = value
+
+
+def test_embedding_writes_rows_past_2_32_elements():
+    row, hidden = 2**20, 4096
+    x, status = Sparse(2**32 + hidden), Sparse(row + 1)
+    tokens, table = np.ones(row + 1, np.int32), np.arange(2 * hidden, dtype=np.float32)
+    made = embedding._embedding(bf16=False)
+    with np.errstate(over="ignore"):
+        simulator.Block(made.python, (made.threads, 1, 1), (row, 0, 0)).run(
+            tokens, table, np.uint32(2), np.uint32(hidden), x, status
+        )
+    assert x.written == {2**32 + i: hidden + i for i in range(hidden)}
 
 
 def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
