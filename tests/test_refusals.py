@@ -230,6 +230,37 @@ class Large:
             ),
             f"{2**20} rows",
         ),
+        (lambda n: resized("cache_commit", requests=4096, max_pages=n), "page_table"),
+        (lambda n: resized("cache_commit", layers=4096, width=8 * n), "cache"),
+        (lambda n: resized("close_round", sites=2048, requests=1, rows=n), "status"),
+        (lambda n: resized("draft_append", positions=512 * n), "cos"),
+        (lambda n: resized("draft_attention", requests=4096, rows=4096, max_pages=n), "page_table"),
+        (lambda n: resized("draft_block", requests=512 * n), "tokens"),
+        (lambda n: resized("draft_gather", requests=4096, rows=4096, max_pages=n), "page_table"),
+        (lambda n: resized("draft_limit", requests=4096, length=n), "tokens"),
+        (lambda n: resized("greedy_accept", requests=4 * n, nodes=1024), "tree_tokens"),
+        (lambda n: resized("greedy_accept", requests=4096, room=n, max_accepted=n), "accepted"),
+        (lambda n: resized("latent_append", rows=128 * n, width=32, rank=8, entry=16), "qkv"),
+        (lambda n: resized("latent_append", positions=1024 * n), "cos"),
+        (lambda n: resized("moe_combine", rows=4096, top_k=n, slots=4096 * n), "experts"),
+        (
+            lambda n: resized("moe_route", top_k=1, blocks=1, width=2048 * n, slots=2048 * n),
+            "block_slot",
+        ),
+        (lambda n: resized("router", rows=4 * n, count=1024), "logits"),
+        (lambda n: resized("tree_build", requests=4 * n, nodes=1024, words=32), "tree_tokens"),
+        (
+            lambda n: resized(
+                "w4a16_gemm",
+                m=128,
+                k=32 * n,
+                words=4 * n,
+                groups=n,
+                tokens=128,
+                width=1024 * -(-n // 32),
+            ),
+            "w4a16_gemm_many: x ",
+        ),
     ],
 )
 def test_more_elements_than_32_bits_count_are_refused(call, named):
@@ -292,6 +323,16 @@ def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
     of_torch.strides = (4, 12)
     with pytest.raises(ValueError, match="f: y is not C-contiguous"):
         check()
+
+
+def resized(stem, **sizes):
+    """The spec's launcher and its smallest case, with other axes and scalars."""
+    each = next(each for each in KERNELS if each.stem == stem)
+    launcher, arrays, scalars = call_of(each)
+    for name, tensor in each.tensors().items():
+        shape = [sizes.get(label, arrays[name].shape[i]) for i, label in axes_of(tensor)]
+        arrays[name] = Large(*shape, dtype=tensor.numpy_dtype)
+    launcher(**arrays, **{name: sizes.get(name, value) for name, value in scalars.items()})
 
 
 def rope_of(*, rows, heads=1, q_width, width, positions=1, pairs=2):

@@ -65,7 +65,7 @@ def close_round(
     status, counts, next_tokens, new_prefix_len, *, root_tokens, prefix_len, fault, stream=None
 ) -> None:
     """status int32 [sites, requests * nodes]; everything else int32 [requests], root_tokens changed
-    in place."""
+    in place. NotImplementedError for a status of 2^31 elements."""
     dims = check(
         "close_round",
         status=(status, "sites rows", "int32"),
@@ -82,6 +82,8 @@ def close_round(
             f"close_round: status has {rows} rows, expected as many for each of {requests} "
             "requests in counts, at least one"
         )
+    if dims["sites"] * rows >= 2**31:  # a fault counts them in int32
+        raise NotImplementedError(f"close_round: status {status.shape} has 2^31 elements or more")
     _close_round.launch(
         requests, status, counts, next_tokens, new_prefix_len, dims["sites"], requests,
         rows // requests, root_tokens, prefix_len, fault, stream=stream,

@@ -330,7 +330,8 @@ def draft_attention(
     """q, o [requests * slots, heads, size], cache [cache slots, 2 groups size] (one layer) and
     block [requests * slots, 2 groups size], all bf16; page_table [requests, max_pages] and
     prefix_len [requests] int32. Scratch in fp32: partial [requests * slots, MAX_SPLITS, heads,
-    size], stats [.., heads, 2]. Heads of 16, 32 or 128 columns, else NotImplementedError."""
+    size], stats [.., heads, 2]. Heads of 16, 32 or 128 columns and a page_table below 2^32
+    elements, else NotImplementedError."""
     dims = check(
         "draft_attention",
         q=(q, "rows heads size", "bfloat16"),
@@ -361,6 +362,10 @@ def draft_attention(
         raise ValueError(f"draft_attention: page_size is {page_size}, expected 1 or more")
     if not scale > 0:
         raise ValueError(f"draft_attention: scale is {scale}, expected a positive number")
+    if requests * dims["max_pages"] >= 2**32:
+        raise NotImplementedError(
+            f"draft_attention: page_table {page_table.shape} has 2^32 elements or more"
+        )
     count, warps = slots * heads // groups, 4 if size == 128 else 1
     longest = cdiv(dims["max_pages"] * page_size + slots, TILE)  # tiles, for a full page table
     splits = max(1, min(MAX_SPLITS, longest // SPLIT_TILES))

@@ -12,6 +12,8 @@ A rank that owns some of the experts alone counts from its first.
 `moe_prepare` copies the activations into the order of engine/int4.py too, in further blocks.
 """
 
+import math
+
 from engine.device import cdiv, check, cuda, i32, kernel, ptr, static_range, u16, u32
 from engine.int4 import BLOCK, GROUP, padded, permute_chunk
 from engine.ptx import (
@@ -137,7 +139,7 @@ def moe_route(experts, *, count: int, width: int, block_expert, block_slot, stre
     """experts [rows, top_k] int32, distinct in a row, top_k <= count; block_expert [blocks] and
     block_slot [blocks, width] int32 with blocks = max_blocks(rows, top_k, count, width).
 
-    At most 256 rows and 1024 experts (NotImplementedError).
+    At most 256 rows, 1024 experts and 2^31 - 1 elements of an array (NotImplementedError).
     """
     top_k = check("moe_route", experts=(experts, "rows top_k", "int32"))["top_k"]
     if top_k > count:
@@ -205,6 +207,11 @@ def moe_route_share(
             f"moe_route_share: {rows} rows x top {top_k} of {count} experts take "
             f"{max_blocks(rows, top_k, count, width)} blocks of {width}, block_expert has {blocks}"
         )
+    for name, array in arrays.items():
+        if math.prod(array[0].shape) >= 2**31:  # block_slot counts slots in int32
+            raise NotImplementedError(
+                f"moe_route_share: {name} {array[0].shape} has 2^31 elements or more"
+            )
     copies = cdiv(rows * columns // 8, THREADS)
     _moe_route.launch(
         1 + copies,
