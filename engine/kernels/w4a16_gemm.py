@@ -9,8 +9,8 @@ y is rounded once, at the store. K is a compile-time constant: strides are then 
 * `_w4a16_wgmma`, Hopper, more than 16 rows of x: a warpgroup computes 64 rows of W for up to 64
   tokens, dequantised in its registers; the tokens come through a ring in shared memory, in the
   layout that `_permute_tiles` gives them. With many rows of W a block is two warpgroups that sum
-  all slices; the blocks that would be a last, nearly empty wave are cut in four quarters each,
-  which `_add_parts` adds. With few rows it is four warpgroups, a quarter of K each.
+  all slices; up to 64 tokens, the blocks of a last wave that is not full are cut in four quarters
+  of K each, which `_add_parts` adds. With few rows it is four warpgroups, a quarter of K each.
 
 A row's bits depend on K alone: SLICES is one number for every M, and a token is a column of an mma.
 wgmma adds sixteen products at a time as mma.sync does: the bits are the same on an H200, which
