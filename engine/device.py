@@ -350,9 +350,10 @@ def check(op: str, **arrays: tuple[Any, str, str | tuple[str, ...]]) -> dict[str
                 f"{where} has shape {tuple(array.shape)}, expected [{', '.join(names)}]"
             )
         for axis, (size, label) in enumerate(zip(array.shape, names, strict=True)):
-            want = int(label) if label.isdigit() else dims.setdefault(label, size)
+            number = label.lstrip("-").isdigit()  # a negative one fits nothing
+            want = int(label) if number else dims.setdefault(label, size)
             if size != want:
-                known = "" if label.isdigit() else f" ({label} = {want})"
+                known = "" if number else f" ({label} = {want})"
                 raise ValueError(
                     f"{where} has shape {tuple(array.shape)}: "
                     f"axis {axis} is {size}, expected {want}{known}"

@@ -6,6 +6,7 @@ a launch is an error of its own.
 
 import importlib
 import inspect
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from engine import device
+from engine import device, simulator
+from engine.kernels import embedding
 from engine.kernels.add_rms_norm import add_rms_norm
+from engine.kernels.moe_route import moe_route_share
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope import rope
 from engine.kernels.swiglu import swiglu
@@ -123,6 +126,29 @@ def test_a_size_that_contradicts_another_argument_is_refused(each):
 
 
 @pytest.mark.parametrize("each", by_stem(KERNELS))
+def test_empty_axes_are_refused_or_legal(each, monkeypatch):
+    """One or two axes of length 0: a launch or a refusal, not both, and no other error."""
+    launched = []
+    monkeypatch.setattr(device.Kernel, "launch", lambda self, *_, **__: launched.append(str(self)))
+    launcher, arrays, scalars = call_of(each)
+    axes = {n: axes_of(tensor) for n, tensor in each.tensors().items()}
+    labels = sorted({label for of in axes.values() for _, label in of if isinstance(label, str)})
+    for empty in (*combinations(labels, 1), *combinations(labels, 2)):
+        changed = {}
+        for name, array in arrays.items():
+            shape = [0 if label in empty else array.shape[i] for i, label in axes[name]]
+            changed[name] = device.empty(tuple(shape), array.dtype)
+        launched.clear()
+        try:
+            launcher(**changed, **scalars)
+        except REFUSED as error:
+            if launched:
+                pytest.fail(f"{empty} of length 0 is refused after {launched}: {error}")
+        except Exception as error:
+            pytest.fail(f"{empty} of length 0: {error!r}")
+
+
+@pytest.mark.parametrize("each", by_stem(KERNELS))
 def test_gaps_between_elements_are_refused(each):
     launcher, arrays, scalars = call_of(each)
     for name, array in arrays.items():
@@ -148,6 +174,31 @@ def test_an_array_on_the_host_is_refused(each):
         said = refusal(launcher, wrong, scalars)
         assert name in said, f"{name} on the host: {said}"
         assert "device array" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"x": (3, 40)}, "x has 40 columns"),
+        ({"x": (3, 96)}, None),  # as padded as 64
+        ({"x": (2, 64)}, "x has shape"),
+        ({"x_permuted": (3, 64)}, "x_permuted 64"),
+        ({"block_slot": (6, 0), "width": 0}, "block_slot has 0 columns"),
+        ({"block_slot": (6, 8), "width": -8}, "block_slot has 8 columns"),
+    ],
+)
+def test_what_moe_route_share_refuses(changes, said):
+    """No spec calls it; 3 rows x top 2, the 8 experts from 8 on."""
+    shapes = {"experts": (3, 2), "block_expert": (6,), "block_slot": (6, 8)}
+    shapes |= {"x": (3, 64), "x_permuted": (3, 128), "width": 8, **changes}
+    width = shapes.pop("width")
+    arrays = {
+        name: device.empty(shape, ml_dtypes.bfloat16 if name.startswith("x") else np.int32)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError if said else Launched, match=said):
+        moe_route_share(**arrays, first=8, count=8, width=width)
 
 
 class Large:
@@ -179,6 +230,37 @@ class Large:
             ),
             f"{2**20} rows",
         ),
+        (lambda n: resized("cache_commit", requests=4096, max_pages=n), "page_table"),
+        (lambda n: resized("cache_commit", layers=4096, width=8 * n), "cache"),
+        (lambda n: resized("close_round", sites=2048, requests=1, rows=n), "status"),
+        (lambda n: resized("draft_append", positions=512 * n), "cos"),
+        (lambda n: resized("draft_attention", requests=4096, rows=4096, max_pages=n), "page_table"),
+        (lambda n: resized("draft_block", requests=512 * n), "tokens"),
+        (lambda n: resized("draft_gather", requests=4096, rows=4096, max_pages=n), "page_table"),
+        (lambda n: resized("draft_limit", requests=4096, length=n), "tokens"),
+        (lambda n: resized("greedy_accept", requests=4 * n, nodes=1024), "tree_tokens"),
+        (lambda n: resized("greedy_accept", requests=4096, room=n, max_accepted=n), "accepted"),
+        (lambda n: resized("latent_append", rows=128 * n, width=32, rank=8, entry=16), "qkv"),
+        (lambda n: resized("latent_append", positions=1024 * n), "cos"),
+        (lambda n: resized("moe_combine", rows=4096, top_k=n, slots=4096 * n), "experts"),
+        (
+            lambda n: resized("moe_route", top_k=1, blocks=1, width=2048 * n, slots=2048 * n),
+            "block_slot",
+        ),
+        (lambda n: resized("router", rows=4 * n, count=1024), "logits"),
+        (lambda n: resized("tree_build", requests=4 * n, nodes=1024, words=32), "tree_tokens"),
+        (
+            lambda n: resized(
+                "w4a16_gemm",
+                m=128,
+                k=32 * n,
+                words=4 * n,
+                groups=n,
+                tokens=128,
+                width=1024 * -(-n // 32),
+            ),
+            "w4a16_gemm_many: x ",
+        ),
     ],
 )
 def test_more_elements_than_32_bits_count_are_refused(call, named):
@@ -186,6 +268,36 @@ def test_more_elements_than_32_bits_count_are_refused(call, named):
         call(2**20)
     with pytest.raises(Launched):
         call(2**20 - 1)
+
+
+class Sparse:
+    """A pointer to `size` elements that keeps what is written, by its place."""
+
+    def __init__(self, size, start=0, written=None):
+        self.size, self.start = size, start
+        self.written = {} if written is None else written
+
+    def __len__(self):
+        return self.size - self.start
+
+    def __getitem__(self, behind):
+        return Sparse(self.size, self.start + behind.start, self.written)
+
+    def __setitem__(self, i, value):
+        assert int(i) < len(self)
+        self.written[self.start + int(i)] = value
+
+
+def test_embedding_writes_rows_past_2_32_elements():
+    row, hidden = 2**20, 4096
+    x, status = Sparse(2**32 + hidden), Sparse(row + 1)
+    tokens, table = np.ones(row + 1, np.int32), np.arange(2 * hidden, dtype=np.float32)
+    made = embedding._embedding(bf16=False)
+    with np.errstate(over="ignore"):
+        simulator.Block(made.python, (made.threads, 1, 1), (row, 0, 0)).run(
+            tokens, table, np.uint32(2), np.uint32(hidden), x, status
+        )
+    assert x.written == {2**32 + i: hidden + i for i in range(hidden)}
 
 
 def test_the_driver_is_asked_once_for_an_array_and_a_device(monkeypatch):
@@ -239,6 +351,16 @@ def test_a_foreign_dtype_is_refused(monkeypatch, name):
     x = Foreign(f"torch.{name}")
     with pytest.raises(ValueError, match=f"f: x has dtype torch.{name}, expected float32 or"):
         device.check("f", x=(x, "3 4", ("float32", "bfloat16")))
+
+
+def resized(stem, **sizes):
+    """The spec's launcher and its smallest case, with other axes and scalars."""
+    each = next(each for each in KERNELS if each.stem == stem)
+    launcher, arrays, scalars = call_of(each)
+    for name, tensor in each.tensors().items():
+        shape = [sizes.get(label, arrays[name].shape[i]) for i, label in axes_of(tensor)]
+        arrays[name] = Large(*shape, dtype=tensor.numpy_dtype)
+    launcher(**arrays, **{name: sizes.get(name, value) for name, value in scalars.items()})
 
 
 def rope_of(*, rows, heads=1, q_width, width, positions=1, pairs=2):

@@ -167,8 +167,8 @@ def cache_commit(
     """cache [layers, slots, width] bf16 or fp32, changed in place; page_table int32
     [requests, max_pages], -1 where there is no page; prefix_len int32 [requests]; accepted int32
     [requests, max_accepted], node numbers ascending from 0, as greedy_accept makes them;
-    accepted_counts, new_prefix_len and status int32 [requests]. max_accepted > 1025 and 2^32 slots
-    are NotImplementedError."""
+    accepted_counts, new_prefix_len and status int32 [requests]. max_accepted > 1025, 2^32 slots
+    and 2^32 elements of page_table are NotImplementedError."""
     dims = check(
         "cache_commit",
         page_table=(page_table, "requests max_pages", "int32"),
@@ -189,9 +189,17 @@ def cache_commit(
         )
     if dims["slots"] >= NO_SLOT:
         raise NotImplementedError(f"cache_commit: {dims['slots']} slots do not fit 32 bits")
+    if dims["requests"] * dims["max_pages"] >= 2**32:
+        raise NotImplementedError(
+            f"cache_commit: page_table {page_table.shape} has 2^32 elements or more"
+        )
     row_bytes = dims["width"] * (2 if activation.is_bf16(cache) else 4)
     piece = next(n for n in (16, 4, 2) if row_bytes % n == 0)
     pieces = row_bytes // piece
+    if dims["layers"] * pieces >= 2**32:
+        raise NotImplementedError(
+            f"cache_commit: cache {cache.shape} has 2^32 pieces of {piece} bytes or more a slot"
+        )
     _cache_commit(piece=piece).launch(
         (cdiv(dims["layers"] * pieces, THREADS), dims["requests"]), cache, page_table, prefix_len,
         accepted, accepted_counts, dims["layers"], dims["slots"], pieces, dims["max_pages"],

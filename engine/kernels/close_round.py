@@ -65,7 +65,7 @@ def close_round(
     status, counts, next_tokens, new_prefix_len, *, root_tokens, prefix_len, fault, stream=None
 ) -> None:
     """status int32 [sites, requests * nodes]; everything else int32 [requests], root_tokens changed
-    in place."""
+    in place. NotImplementedError for a status of 2^31 elements."""
     dims = check(
         "close_round",
         status=(status, "sites rows", "int32"),
@@ -76,13 +76,15 @@ def close_round(
         prefix_len=(prefix_len, "requests", "int32"),
         fault=(fault, "requests", "int32"),
     )
-    nodes, rest = divmod(dims["rows"], dims["requests"])
-    if rest:
+    rows, requests = dims["rows"], dims["requests"]
+    if not requests or rows % requests:
         raise ValueError(
-            f"close_round: status has {dims['rows']} rows, "
-            f"expected as many for each of {dims['requests']} requests"
+            f"close_round: status has {rows} rows, expected as many for each of {requests} "
+            "requests in counts, at least one"
         )
+    if dims["sites"] * rows >= 2**31:  # a fault counts them in int32
+        raise NotImplementedError(f"close_round: status {status.shape} has 2^31 elements or more")
     _close_round.launch(
-        dims["requests"], status, counts, next_tokens, new_prefix_len, dims["sites"],
-        dims["requests"], nodes, root_tokens, prefix_len, fault, stream=stream,
+        requests, status, counts, next_tokens, new_prefix_len, dims["sites"], requests,
+        rows // requests, root_tokens, prefix_len, fault, stream=stream,
     )  # fmt: skip

@@ -121,8 +121,8 @@ def draft_append(
 ) -> None:
     """qkv [parts, rows, (heads + 2 groups) size] fp32; q_weight, k_weight [size], q
     [rows, heads, size] and cache [slots, 2 groups size] bf16; cos, sin [positions, size / 2] fp32;
-    position int32, slot int64, status int32 [rows]. An even size of at most 256, else
-    NotImplementedError."""
+    position int32, slot int64, status int32 [rows]. An even size of at most 256 and
+    tables below 2^32 elements, else NotImplementedError."""
     dims = check(
         "draft_append",
         qkv=(qkv, "parts rows width", "float32"),
@@ -155,6 +155,8 @@ def _append(
         status=(status, "rows", "int32"),
     )
     parts, rows, width, size = dims["parts"], dims["rows"], dims["width"], dims["size"]
+    if not size:
+        raise ValueError("draft_append: k_weight is empty, expected the columns of a head")
     groups = dims["entry"] // (2 * size)
     if not parts or 2 * dims["half"] != size or width != (heads + 2 * groups) * size:
         raise ValueError(
@@ -167,6 +169,8 @@ def _append(
         )
     if size > MAX_SIZE:
         raise NotImplementedError(f"draft_append: heads of {size}, more than {MAX_SIZE}")
+    if dims["positions"] * dims["half"] >= 2**32:
+        raise NotImplementedError(f"draft_append: cos {cos.shape} has 2^32 elements or more")
     _draft_append.launch(
         (cdiv(heads + 2 * groups, WARPS), rows), qkv, q_weight, k_weight, cos, sin, position, slot,
         eps, parts, rows * width, heads, groups, size, dims["positions"], dims["slots"], q, cache,

@@ -330,7 +330,8 @@ def draft_attention(
     """q, o [requests * slots, heads, size], cache [cache slots, 2 groups size] (one layer) and
     block [requests * slots, 2 groups size], all bf16; page_table [requests, max_pages] and
     prefix_len [requests] int32. Scratch in fp32: partial [requests * slots, MAX_SPLITS, heads,
-    size], stats [.., heads, 2]. Heads of 16, 32 or 128 columns, else NotImplementedError."""
+    size], stats [.., heads, 2]. Heads of 16, 32 or 128 columns and a page_table below 2^32
+    elements, else NotImplementedError."""
     dims = check(
         "draft_attention",
         q=(q, "rows heads size", "bfloat16"),
@@ -343,19 +344,28 @@ def draft_attention(
         stats=(stats, f"rows {MAX_SPLITS} heads 2", "float32"),
     )
     requests, heads, size = dims["requests"], dims["heads"], dims["size"]
-    slots, rest = divmod(dims["rows"], requests)
-    groups, odd = divmod(dims["entry"], 2 * size)
-    if rest or odd or not groups or heads % groups:
+    if not requests or dims["rows"] % requests:
         raise ValueError(
-            f"draft_attention: {dims['rows']} rows of {requests} requests, {heads} heads of {size} "
-            f"and rows of keys and values of {dims['entry']} do not fit"
+            f"draft_attention: q has {dims['rows']} rows, expected as many for each of {requests} "
+            "requests in prefix_len, at least one"
         )
     if size not in (16, 32, 128):
-        raise NotImplementedError(f"draft_attention: heads of {size} columns")
+        raise NotImplementedError(f"draft_attention: q has heads of {size} columns")
+    slots = dims["rows"] // requests
+    groups, odd = divmod(dims["entry"], 2 * size)
+    if odd or not groups or heads % groups:
+        raise ValueError(
+            f"draft_attention: q has {heads} heads of {size} columns and a row of block "
+            f"{dims['entry']}, expected keys and values of heads that divide {heads}"
+        )
     if page_size < 1:
         raise ValueError(f"draft_attention: page_size is {page_size}, expected 1 or more")
     if not scale > 0:
         raise ValueError(f"draft_attention: scale is {scale}, expected a positive number")
+    if requests * dims["max_pages"] >= 2**32:
+        raise NotImplementedError(
+            f"draft_attention: page_table {page_table.shape} has 2^32 elements or more"
+        )
     count, warps = slots * heads // groups, 4 if size == 128 else 1
     longest = cdiv(dims["max_pages"] * page_size + slots, TILE)  # tiles, for a full page table
     splits = max(1, min(MAX_SPLITS, longest // SPLIT_TILES))

@@ -32,7 +32,8 @@ def _draft_block(
 def draft_block(
     root_tokens, prefix_len, *, mask_token: int, block_size: int, tokens, position, stream=None
 ) -> None:
-    """root_tokens, prefix_len [requests] int32; tokens, position [requests, block_size] int32."""
+    """root_tokens, prefix_len [requests] int32; tokens, position [requests, block_size] int32.
+    2^32 elements are NotImplementedError."""
     dims = check(
         "draft_block",
         root_tokens=(root_tokens, "requests", "int32"),
@@ -41,6 +42,8 @@ def draft_block(
         position=(position, f"requests {block_size}", "int32"),
     )
     count = dims["requests"] * block_size
+    if count >= 2**32:
+        raise NotImplementedError(f"draft_block: tokens {tokens.shape} has 2^32 elements or more")
     _draft_block.launch(
         cdiv(count, THREADS), root_tokens, prefix_len, mask_token, block_size, count, tokens,
         position, stream=stream,

@@ -82,8 +82,8 @@ def draft_gather(
 ) -> None:  # fmt: skip
     """taps [requests * nodes, width] bf16; accepted [requests, room], accepted_counts, prefix_len
     [requests] and page_table [requests, max_pages] int32; features [requests, room, width] bf16;
-    position, status int32 and slot int64 [requests, room]. A width that is no multiple of 8 is
-    NotImplementedError."""
+    position, status int32 and slot int64 [requests, room]. A width that is no multiple of 8 and
+    2^32 elements of page_table are NotImplementedError."""
     dims = check(
         "draft_gather",
         taps=(taps, "rows width", "bfloat16"),
@@ -96,19 +96,22 @@ def draft_gather(
         slot=(slot, "requests room", "int64"),
         status=(status, "requests room", "int32"),
     )
-    requests, room = dims["requests"], dims["room"]
-    nodes, rest = divmod(dims["rows"], requests)
-    if rest:
+    rows, requests, room = dims["rows"], dims["requests"], dims["room"]
+    if not requests or rows % requests:
         raise ValueError(
-            f"draft_gather: taps has {dims['rows']} rows, expected as many for each of {requests} "
-            "requests"
+            f"draft_gather: taps has {rows} rows, expected as many for each of {requests} "
+            "requests in accepted, at least one"
         )
     if dims["width"] % 8:
         raise NotImplementedError(f"draft_gather: a width of {dims['width']}, no multiple of 8")
     if page_size < 1:
         raise ValueError(f"draft_gather: page_size is {page_size}, expected 1 or more")
+    if requests * dims["max_pages"] >= 2**32:
+        raise NotImplementedError(
+            f"draft_gather: page_table {page_table.shape} has 2^32 elements or more"
+        )
     _draft_gather.launch(
-        requests * room, taps, accepted, accepted_counts, prefix_len, page_table, nodes,
-        dims["width"], room, dims["max_pages"], page_size, features, position, slot, status,
-        stream=stream,
+        requests * room, taps, accepted, accepted_counts, prefix_len, page_table,
+        rows // requests, dims["width"], room, dims["max_pages"], page_size, features, position,
+        slot, status, stream=stream,
     )  # fmt: skip

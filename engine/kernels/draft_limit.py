@@ -34,7 +34,7 @@ def _draft_limit(
 
 def draft_limit(reaches, *, log_probs, tokens, stream=None) -> None:
     """reaches [requests] int32; log_probs fp32 and tokens int32 [requests, length, k], changed in
-    place."""
+    place; below 2^32 elements (NotImplementedError)."""
     dims = check(
         "draft_limit",
         reaches=(reaches, "requests", "int32"),
@@ -42,6 +42,8 @@ def draft_limit(reaches, *, log_probs, tokens, stream=None) -> None:
         tokens=(tokens, "requests length k", "int32"),
     )
     count = dims["requests"] * dims["length"] * dims["k"]
+    if count >= 2**32:
+        raise NotImplementedError(f"draft_limit: tokens {tokens.shape} has 2^32 elements or more")
     _draft_limit.launch(
         cdiv(count, THREADS), reaches, dims["length"], dims["k"], count, log_probs, tokens,
         stream=stream,

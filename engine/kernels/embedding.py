@@ -30,12 +30,12 @@ def _embedding(*, bf16: bool):
         token = u32(tokens[row])  # a negative id is a large one
         known = token < vocabulary
         source = advance(table, u64(u64(token if known else u32(0)) * u64(hidden)))
-        start = u32(row * hidden)
+        into = advance(x, u64(u64(row) * u64(hidden)))
         i = u32(cuda.threadIdx.x)
         if i == u32(0):
             status[row] = i32(0) if known else i32(OUT_OF_VOCABULARY)
         while i < hidden:
-            x[u32(start + i)] = load(source, i) if known else f32(0)
+            into[i] = load(source, i) if known else f32(0)
             i = u32(i + u32(THREADS))
 
     return embedding

@@ -121,7 +121,7 @@ def greedy_accept(
     """target_tokens, target_status (argmax of the target at each node), tree_tokens and parents
     int32 [requests, nodes]; counts int32 [requests]; accepted int32 [requests, max_accepted],
     nodes from the root on, -1 past accepted_counts int32 [requests]; next_tokens and status int32
-    [requests]. nodes > 1025 is NotImplementedError."""
+    [requests]. nodes > 1025 and 2^32 elements of an array are NotImplementedError."""
     dims = check(
         "greedy_accept",
         target_tokens=(target_tokens, "requests nodes", "int32"),
@@ -139,6 +139,11 @@ def greedy_accept(
     if dims["room"] != max_accepted:
         raise ValueError(
             f"greedy_accept: accepted has {dims['room']} columns, expected {max_accepted}"
+        )
+    if dims["requests"] * max(dims["nodes"], dims["room"]) >= 2**32:
+        raise NotImplementedError(
+            f"greedy_accept: tree_tokens {tree_tokens.shape} or accepted {accepted.shape} has 2^32 "
+            "elements or more"
         )
     _greedy_accept.launch(
         dims["requests"], target_tokens, target_status, tree_tokens, parents, counts,

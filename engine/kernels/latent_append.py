@@ -170,7 +170,8 @@ def latent_append(
 ) -> None:
     """qkv [parts, rows, q_rank + rank + 2 pairs] fp32; q_weight [q_rank], kv_weight [rank],
     q [rows, q_rank], cache [slots, rank + 2 pairs] all bf16 or all fp32; cos, sin
-    [positions, pairs] fp32; position [rows] int32, slot [rows] int64, status [rows] int32."""
+    [positions, pairs] fp32; position [rows] int32, slot [rows] int64, status [rows] int32.
+    NotImplementedError for a part of qkv, or tables, of 2^32 elements."""
     dims = check(
         "latent_append",
         qkv=(qkv, "parts rows width", "float32"),
@@ -199,6 +200,9 @@ def latent_append(
         )
     if 4 * width > 40 * 1024:
         raise NotImplementedError(f"latent_append: a row of {width} does not fit shared memory")
+    for name, count in (("a part of qkv", rows * width), ("cos", dims["positions"] * pairs)):
+        if count >= 2**32:
+            raise NotImplementedError(f"latent_append: {name} has 2^32 elements or more")
     made = _latent_append(
         bf16=activation.is_bf16(q), parts=parts, q_rank=q_rank, rank=rank, pairs=pairs
     )

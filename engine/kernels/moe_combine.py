@@ -84,7 +84,8 @@ def _moe_combine(
 
 def moe_combine(parts, experts, expert_weights, *, count: int, y, stream=None) -> None:
     """parts [rows * top_k, hidden] fp32, one a choice; experts [rows, top_k] int32, of `count`;
-    expert_weights [rows, top_k] fp32; y [rows, hidden] fp32. hidden is a multiple of 4.
+    expert_weights [rows, top_k] fp32; y [rows, hidden] fp32. hidden is a multiple of 4 and
+    experts below 2^32 elements (NotImplementedError).
     """
     dims = check(
         "moe_combine",
@@ -127,6 +128,8 @@ def _launch(op, parts, experts, expert_weights, count, share, dims, y, stream) -
     rows, top_k, hidden = dims["rows"], dims["top_k"], dims["hidden"]
     if hidden % WIDTH:
         raise NotImplementedError(f"{op}: hidden {hidden} must be a multiple of {WIDTH}")
+    if rows * top_k >= 2**32:
+        raise NotImplementedError(f"{op}: experts {experts.shape} has 2^32 elements or more")
     _moe_combine.launch(
         (cdiv(hidden, WIDTH * THREADS), rows),
         parts, experts, expert_weights, count, share, dims["slots"], top_k, hidden, y,

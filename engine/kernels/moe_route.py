@@ -12,6 +12,8 @@ A rank that owns some of the experts alone counts from its first.
 `moe_prepare` copies the activations into the order of engine/int4.py too, in further blocks.
 """
 
+import math
+
 from engine.device import cdiv, check, cuda, i32, kernel, ptr, static_range, u16, u32
 from engine.int4 import BLOCK, GROUP, padded, permute_chunk
 from engine.ptx import (
@@ -134,20 +136,18 @@ def max_blocks(rows: int, top_k: int, count: int, width: int) -> int:
 
 
 def moe_route(experts, *, count: int, width: int, block_expert, block_slot, stream=None) -> None:
-    """experts [rows, top_k] int32, distinct in a row; block_expert [blocks] and block_slot
-    [blocks, width] int32 with blocks = max_blocks(rows, top_k, count, width).
+    """experts [rows, top_k] int32, distinct in a row, top_k <= count; block_expert [blocks] and
+    block_slot [blocks, width] int32 with blocks = max_blocks(rows, top_k, count, width).
 
-    At most 256 rows and 1024 experts (NotImplementedError).
+    At most 256 rows, 1024 experts and 2^31 - 1 elements of an array (NotImplementedError).
     """
-    dims = check(
-        "moe_route",
-        experts=(experts, "rows top_k", "int32"),
-        block_expert=(block_expert, "blocks", "int32"),
-        block_slot=(block_slot, f"blocks {width}", "int32"),
-    )
-    _launch(
-        "moe_route", experts, count, width, block_expert, block_slot, None, 0, None, dims, stream
-    )
+    top_k = check("moe_route", experts=(experts, "rows top_k", "int32"))["top_k"]
+    if top_k > count:
+        raise ValueError(f"moe_route: experts has top {top_k} of {count} experts")
+    moe_route_share(
+        experts, None, first=0, count=count, width=width, block_expert=block_expert,
+        block_slot=block_slot, x_permuted=None, stream=stream,
+    )  # fmt: skip
 
 
 def moe_prepare(
@@ -160,19 +160,12 @@ def moe_prepare(
         "moe_prepare",
         experts=(experts, "rows top_k", "int32"),
         x=(x, "rows hidden", "bfloat16"),
-        block_expert=(block_expert, "blocks", "int32"),
-        block_slot=(block_slot, f"blocks {width}", "int32"),
-        x_permuted=(x_permuted, "rows padded", "bfloat16"),
     )
-    hidden = dims["hidden"]
-    if hidden % GROUP or dims["padded"] != padded(hidden):
-        raise ValueError(
-            f"moe_prepare: x has {hidden} columns, expected a multiple of {GROUP}, and x_permuted "
-            f"{dims['padded']}, expected them up to a multiple of {BLOCK}"
-        )
-    _launch(
-        "moe_prepare", experts, count, width, block_expert, block_slot, x, hidden // GROUP,
-        x_permuted, dims, stream,
+    if dims["top_k"] > count:
+        raise ValueError(f"moe_prepare: experts has top {dims['top_k']} of {count} experts")
+    moe_route_share(
+        experts, x, first=0, count=count, width=width, block_expert=block_expert,
+        block_slot=block_slot, x_permuted=x_permuted, stream=stream,
     )  # fmt: skip
 
 
@@ -181,42 +174,47 @@ def moe_route_share(
     stream=None,
 ) -> None:  # fmt: skip
     """`moe_prepare`, or without x and x_permuted (None) `moe_route`, for the `count` experts from
-    `first` on: those are numbered from 0 in block_expert, slots of others go nowhere."""
-    dims = check(
-        "moe_route_share",
-        experts=(experts, "rows top_k", "int32"),
-        block_expert=(block_expert, "blocks", "int32"),
-        block_slot=(block_slot, f"blocks {width}", "int32"),
-    )
-    groups = 0
+    `first` on: those are numbered from 0 in block_expert, slots of others go nowhere. top_k may be
+    more than count."""
+    arrays = {
+        "experts": (experts, "rows top_k", "int32"),
+        "block_expert": (block_expert, "blocks", "int32"),
+        "block_slot": (block_slot, "blocks width", "int32"),
+    }
     if x is not None:
-        groups = check("moe_route_share", x=(x, "rows hidden", "bfloat16"))["hidden"] // GROUP
-        check(
-            "moe_route_share", x_permuted=(x_permuted, f"rows {padded(groups * GROUP)}", "bfloat16")
-        )
-    _launch(
-        "moe_route_share", experts, count, width, block_expert, block_slot, x, groups, x_permuted,
-        dims, stream, first,
-    )  # fmt: skip
-
-
-def _launch(
-    op, experts, count, width, block_expert, block_slot, x, groups, x_permuted, dims, stream,
-    first=None,
-):  # fmt: skip
+        arrays["x"] = (x, "rows hidden", "bfloat16")
+        arrays["x_permuted"] = (x_permuted, "rows padded", "bfloat16")
+    dims = check("moe_route_share", **arrays)
     rows, top_k, blocks = (dims[n] for n in ("rows", "top_k", "blocks"))
+    hidden, columns = dims.get("hidden", 0), dims.get("padded", 0)
+    if width < 1 or dims["width"] != width:
+        raise ValueError(
+            f"moe_route_share: block_slot has {dims['width']} columns, expected {width} (width), "
+            "1 or more"
+        )
+    if hidden % GROUP or columns != padded(hidden):
+        raise ValueError(
+            f"moe_route_share: x has {hidden} columns, expected a multiple of {GROUP}, and "
+            f"x_permuted {columns}, expected them up to a multiple of {BLOCK}"
+        )
     if rows > MAX_ROWS or not 1 <= count <= MAX_EXPERTS:
         raise NotImplementedError(
-            f"{op}: {rows} rows and {count} experts, at most {MAX_ROWS} and {MAX_EXPERTS}"
+            f"moe_route_share: {rows} rows and {count} experts, at most {MAX_ROWS} and "
+            f"{MAX_EXPERTS}"
         )
-    if (first is None and top_k > count) or blocks != max_blocks(rows, top_k, count, width):
+    if blocks != max_blocks(rows, top_k, count, width):
         raise ValueError(
-            f"{op}: {rows} rows x top {top_k} of {count} experts take "
-            f"{max_blocks(rows, top_k, count, width)} blocks of {width}, got {blocks}"
+            f"moe_route_share: {rows} rows x top {top_k} of {count} experts take "
+            f"{max_blocks(rows, top_k, count, width)} blocks of {width}, block_expert has {blocks}"
         )
-    copies = cdiv(rows * padded(groups * GROUP) // 8, THREADS)
+    for name, array in arrays.items():
+        if math.prod(array[0].shape) >= 2**31:  # block_slot counts slots in int32
+            raise NotImplementedError(
+                f"moe_route_share: {name} {array[0].shape} has 2^31 elements or more"
+            )
+    copies = cdiv(rows * columns // 8, THREADS)
     _moe_route.launch(
         1 + copies,
-        experts, rows, top_k, first or 0, count, blocks, width, block_expert, block_slot, x, groups,
-        x_permuted, stream=stream,
+        experts, rows, top_k, first, count, blocks, width, block_expert, block_slot, x,
+        hidden // GROUP, x_permuted, stream=stream,
     )  # fmt: skip

@@ -134,7 +134,7 @@ def router(
     """logits [parts, rows, count] fp32, parts >= 1, added in ascending order; bias [count] fp32;
     experts [rows, top_k] int32, expert_weights [rows, top_k] fp32, status [rows] int32.
 
-    top_k at most 32 and count at most 1024 (NotImplementedError).
+    top_k at most 32, count at most 1024 and logits below 2^32 elements (NotImplementedError).
     """
     dims = check(
         "router",
@@ -153,6 +153,8 @@ def router(
         raise NotImplementedError(
             f"router: top_k {top_k} of {count}, at most {MAX_TOP_K} of {MAX_EXPERTS}"
         )
+    if parts * rows * count >= 2**32:
+        raise NotImplementedError(f"router: logits {logits.shape} has 2^32 elements or more")
     _router(per_lane=cdiv(count, 32), parts=parts).launch(
         rows, logits, bias, rows * count, count, top_k, scale, experts, expert_weights,
         status, stream=stream,

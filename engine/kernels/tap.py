@@ -31,8 +31,8 @@ def tap(x, *, tap: int, taps, stream=None) -> None:
     tap * hidden. NotImplementedError for 2^32 elements."""
     dims = check("tap", x=(x, "rows hidden", "float32"), taps=(taps, "rows width", "bfloat16"))
     rows, hidden, width = dims["rows"], dims["hidden"], dims["width"]
-    if width % hidden or not 0 <= tap < width // hidden:
-        raise ValueError(f"tap: number {tap} of rows of {width} columns, of {hidden} each")
+    if not hidden or width % hidden or not 0 <= tap < width // hidden:
+        raise ValueError(f"tap: number {tap} of taps of {width} columns, x has {hidden}")
     if rows * width >= 2**32:
         raise NotImplementedError(f"tap: taps {taps.shape} has 2^32 elements or more")
     _tap.launch((cdiv(hidden, THREADS), rows), x, hidden, width, tap * hidden, taps, stream=stream)

@@ -273,7 +273,8 @@ def tree_build(
     budgets int32 [requests]; floors fp32 [nodes]; tree_tokens, parents and depths int32
     [requests, nodes], node 0 the root; ancestors uint32 [requests, nodes, words], bit j of a row
     set where node j is the node or above it, words = nodes / 32 rounded up; counts (root included)
-    and status int32 [requests]. nodes > 1025, length > 16 or k > 1024 is NotImplementedError."""
+    and status int32 [requests]. nodes > 1025, length > 16, k > 1024 or 2^32 elements of
+    tree_tokens is NotImplementedError."""
     dims = check(
         "tree_build",
         log_probs=(log_probs, "requests length k", "float32"),
@@ -297,6 +298,10 @@ def tree_build(
         raise ValueError(
             f"tree_build: ancestors has {dims['words']} words a row, "
             f"expected {cdiv(dims['nodes'], 32)} for {dims['nodes']} nodes"
+        )
+    if dims["requests"] * dims["nodes"] >= 2**32:
+        raise NotImplementedError(
+            f"tree_build: tree_tokens {tree_tokens.shape} has 2^32 elements or more"
         )
     _tree_build.launch(
         dims["requests"], log_probs, tokens, root_tokens, budgets, floors, dims["length"],

@@ -9,8 +9,8 @@ y is rounded once, at the store. K is a compile-time constant: strides are then 
 * `_w4a16_wgmma`, Hopper, more than 16 rows of x: a warpgroup computes 64 rows of W for up to 64
   tokens, dequantised in its registers; the tokens come through a ring in shared memory, in the
   layout that `_permute_tiles` gives them. With many rows of W a block is two warpgroups that sum
-  all slices; the blocks that would be a last, nearly empty wave are cut in four quarters each,
-  which `_add_parts` adds. With few rows it is four warpgroups, a quarter of K each.
+  all slices; up to 64 tokens, the blocks of a last wave that is not full are cut in four quarters
+  of K each, which `_add_parts` adds. With few rows it is four warpgroups, a quarter of K each.
 
 A row's bits depend on K alone: SLICES is one number for every M, and a token is a column of an mma.
 wgmma adds sixteen products at a time as mma.sync does: the bits are the same on an H200, which
@@ -516,7 +516,8 @@ def w4a16_gemm(x, qw, sc, *, y, stream=None) -> None:
 
     x [m, k] bf16; qw [n, k/8] int32 and sc [n, k/32] bf16 as in a pack-quantized checkpoint, with
     scales that are 0 or 2^-106 <= |s| < 2^14; y [m, n] bf16 or fp32. n and k are multiples of 32,
-    m is at most 256 (NotImplementedError). A row's bits follow from k alone.
+    m is at most 256 and x below 2^32 elements (NotImplementedError). A row's bits
+    follow from k alone.
     """
     m, n, k = _check("w4a16_gemm", x, qw, sc, y)
     # A slice of one or two blocks takes eight tokens no faster than sixteen.
@@ -632,4 +633,6 @@ def _check(op: str, x, qw, sc, y) -> tuple[int, int, int]:
         raise NotImplementedError(
             f"{op}: n {n} must be a multiple of 32, m {m} at most {MAX_TOKENS} and k {k} not 0"
         )
+    if m * k >= 2**32:
+        raise NotImplementedError(f"{op}: x {x.shape} has 2^32 elements or more")
     return m, n, k
