@@ -237,6 +237,12 @@ class Large:
         (lambda n: resized("draft_attention", requests=4096, rows=4096, max_pages=n), "page_table"),
         (lambda n: resized("draft_block", requests=512 * n), "tokens"),
         (lambda n: resized("draft_gather", requests=4096, rows=4096, max_pages=n), "page_table"),
+        (lambda n: resized("slot_mapping", requests=4096, bounds=4097, max_pages=n), "page_table"),
+        (
+            lambda n: resized("tree_verify_mla", requests=4096, bounds=4097, max_pages=n),
+            "page_table",
+        ),
+        (lambda n: resized("tree_verify_mla", rows=4096, words=n), "ancestors"),
         (lambda n: resized("draft_limit", requests=4096, length=n), "tokens"),
         (lambda n: resized("greedy_accept", requests=4 * n, nodes=1024), "tree_tokens"),
         (lambda n: resized("greedy_accept", requests=4096, room=n, max_accepted=n), "accepted"),
@@ -268,6 +274,12 @@ def test_more_elements_than_32_bits_count_are_refused(call, named):
         call(2**20)
     with pytest.raises(Launched):
         call(2**20 - 1)
+
+
+@pytest.mark.parametrize("stem", ["draft_append", "latent_append", "rope"])
+def test_tables_without_a_position_are_refused(stem):
+    with pytest.raises(ValueError, match="cos has no position"):
+        resized(stem, positions=0)
 
 
 class Sparse:

@@ -167,6 +167,8 @@ def _append(
         raise ValueError(
             f"draft_append: a cache row of {dims['entry']}, expected a multiple of {2 * size}"
         )
+    if not dims["positions"]:
+        raise ValueError("draft_append: cos has no position")
     if size > MAX_SIZE:
         raise NotImplementedError(f"draft_append: heads of {size}, more than {MAX_SIZE}")
     if dims["positions"] * dims["half"] >= 2**32:

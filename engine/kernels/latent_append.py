@@ -192,6 +192,8 @@ def latent_append(
             f"latent_append: qkv is [{parts}, {rows}, {width}] and a cache row {dims['entry']}, "
             f"expected [parts >= 1, {rows}, {q_rank + rank + 2 * pairs}] and {rank + 2 * pairs}"
         )
+    if not dims["positions"]:
+        raise ValueError("latent_append: cos has no position")
     if pairs > THREADS:
         raise NotImplementedError(f"latent_append: {pairs} pairs to rotate, at most {THREADS}")
     if q_rank % 4 or rank % 4 or pairs % 2:

@@ -77,6 +77,8 @@ def rope(q, cos, sin, position, *, query, status, stream=None) -> None:
             f"rope: tables rotate {2 * dims['pairs']} columns, "
             f"q has {dims['q_width']} and query {dims['width']}"
         )
+    if not dims["positions"]:
+        raise ValueError("rope: cos has no position")
     for name, array in (("q", q), ("query", query), ("cos", cos)):
         if math.prod(array.shape) >= 2**32:
             raise NotImplementedError(

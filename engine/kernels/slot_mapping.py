@@ -88,6 +88,10 @@ def slot_mapping(
         )
     if page_size < 1:
         raise ValueError(f"slot_mapping: page_size is {page_size}, expected 1 or more")
+    if dims["requests"] * dims["max_pages"] >= 2**32:
+        raise NotImplementedError(
+            f"slot_mapping: page_table {page_table.shape} has 2^32 elements or more"
+        )
     _slot_mapping.launch(
         cdiv(dims["rows"], THREADS), row_start, prefix_len, depth, page_table, dims["rows"],
         dims["requests"], dims["max_pages"], page_size, position, slot, status, stream=stream,

@@ -20,6 +20,8 @@ or beyond MAX_WINDOW, gives NaN. Every visible position needs a page (slot_mappi
 without one).
 """
 
+import math
+
 from engine.device import (
     cdiv,
     check,
@@ -733,6 +735,11 @@ def tree_verify_mla_heads(
         )
     if dims["slots"] >= NO_SLOT:
         raise NotImplementedError(f"tree_verify_mla: {dims['slots']} slots; below 2^32 - 1 work")
+    for name, array in (("page_table", page_table), ("ancestors", ancestors)):
+        if math.prod(array.shape) >= 2**32:
+            raise NotImplementedError(
+                f"tree_verify_mla: {name} {array.shape} has 2^32 elements or more"
+            )
     if page_size < 1 or page_size & page_size - 1:
         raise ValueError(f"tree_verify_mla: page_size is {page_size}, expected a power of two")
     if not scale > 0:
