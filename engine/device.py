@@ -500,7 +500,7 @@ def _stream(stream: Any) -> Any:
 
 
 def _cache_dir() -> Path:
-    return Path(os.environ.get("KDTR_CACHE", Path.home() / ".cache" / "kdtr")) / "cubin"
+    return Path(os.environ.get("KDTR_CACHE") or Path.home() / ".cache" / "kdtr") / "cubin"
 
 
 def _read_cubin(path: Path) -> tuple[bytes, str] | None:
