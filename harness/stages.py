@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import certificates, devices, merge, orphans, receipts, report, spec
+from harness import certificates, devices, merge, orphans, receipts, report, sources, spec
 from harness.spec import Case, Spec, SpecError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -308,10 +308,11 @@ class Gate:
         verdicts = merge.verdicts(self.reports)
         context: dict[str, Any] = {"device": self.choice.device}
         context |= merge.contexts(self.reports)
-        context["sources"] = receipts.sources_digest(self.specs)
+        seen = sources.Snapshot()
+        context["sources"] = receipts.sources_digest(self.specs, seen)
         context["asked"] = {"gpus": len(self.choice.gpus), "kernel": self.kernel, **self.narrowing}
         if (self.root / certificates.FOLDER).is_dir():
-            context["mutation"] = certificates.summary(self.root, readable(self.specs))
+            context["mutation"] = certificates.summary(self.root, readable(self.specs), seen)
         if self.shard:
             context["shard"] = {"index": self.shard[0], "count": self.shard[1]}
         written = report.write(self.root / self.folder / "report.json", verdicts, **context)
