@@ -257,7 +257,7 @@ def _parsed(
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     imports: list[str] = []
     files = set()
-    for node in ast.walk(tree) if strings else _statements(tree):
+    for node in ast.walk(tree) if strings else statements(tree):
         if isinstance(node, ast.Import):
             imports += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -272,8 +272,8 @@ def _parsed(
     return tuple(dict.fromkeys(imports)), frozenset(files)
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every statement, and what else holds some: an import is nowhere else."""
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """`tree`, every statement in it, and what else holds some: handlers of exceptions, cases."""
     stack = [tree]
     while stack:
         node = stack.pop()
