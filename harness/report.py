@@ -236,9 +236,18 @@ def write(path: Path | str, verdicts: Sequence[Verdict], **context: Any) -> dict
     path = Path(path)
     report = as_report(verdicts, **context)
     jsonschema.validate(report, schema())
-    replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    _write_json(path, report)
     replace_file(path.with_suffix(".html"), page(report).encode())
     return report
+
+
+def write_part(path: Path, verdicts: Sequence[Verdict], **context: Any) -> None:
+    """Write report.json alone, for `merge.read`, which checks it."""
+    _write_json(path, as_report(verdicts, **context))
+
+
+def _write_json(path: Path, report: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
 
 
 def page(report: Mapping[str, Any]) -> str:

@@ -220,8 +220,9 @@ class Gate:
         self.say(f"stage {stage}: {_count(len(pairs), 'case')} on {self.where(gpus)}")
         command = [
             sys.executable, "-m", "pytest", *self.targets(pairs), *plugin_arguments(),
-            "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:benchmark", "--color", _color(),
-            "-qq", "--no-header", "--no-summary", "--kdtr-progress",
+            "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:benchmark",
+            "-p", "no:hypothesispytest",  # it imports all of hypothesis to say nothing in the end
+            "--color", _color(), "-qq", "--no-header", "--no-summary", "--kdtr-progress",
             "--device", self.device, "--kdtr-lease-wait", str(self.lease_wait),
             "--kdtr-report", str(folder),
         ]  # fmt: skip
