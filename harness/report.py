@@ -226,16 +226,23 @@ def schema() -> dict[str, Any]:
     return json.loads(text)
 
 
+def check(report: Mapping[str, Any]) -> None:
+    """Raise jsonschema.ValidationError where a report is not as report.schema.json says."""
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schema())  # `validate` would judge it each time too
+    if error := jsonschema.exceptions.best_match(validator.iter_errors(report)):
+        raise error
+
+
 def write(path: Path | str, verdicts: Sequence[Verdict], **context: Any) -> dict[str, Any]:
     """Write report.json to `path` and report.html beside it; returns the report.
 
     Valid against report.schema.json, and atomic: a reader finds the old file or the new one.
     """
-    import jsonschema
-
     path = Path(path)
     report = as_report(verdicts, **context)
-    jsonschema.validate(report, schema())
+    check(report)
     _write_json(path, report)
     replace_file(path.with_suffix(".html"), page(report).encode())
     return report
