@@ -135,8 +135,8 @@ class _Module(NamedTuple):
 class Snapshot:
     """The sources at one moment: a package is looked up, a folder listed, a file read at most once.
 
-    Digests that are asked for together share one. What changes afterwards it does not see, so that
-    nobody keeps one.
+    Digests that are asked for together share one. It does not see what changes after it has looked,
+    so nobody keeps one.
     """
 
     def __init__(self) -> None:
@@ -279,5 +279,4 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
         node = stack.pop()
         yield node
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-            held = getattr(node, block, ())
-            stack += held if isinstance(held, list) else ()
+            stack += getattr(node, block, ())
