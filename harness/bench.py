@@ -252,7 +252,7 @@ def measure(chosen: list[str], root: Path, report: Path) -> tuple[list[Row], int
     command = [
         sys.executable, "-m", "pytest", str(Path(__file__).with_name("bench_items.py")), "-qq",
         "-n", "0", "-p", "no:kdtree", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header",
-        "--tb=short", "--rootdir", str(root),
+        "-p", "no:hypothesispytest", "--tb=short", "--rootdir", str(root),
         "--benchmark-json", str(report / "pytest-benchmark.json"),
         "--benchmark-quiet", "--benchmark-warmup=off",
     ]  # fmt: skip

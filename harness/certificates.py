@@ -12,7 +12,6 @@ how a loosened bound shows.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -158,15 +157,24 @@ def write(root: Path, spec: Spec, content: Mapping[str, Any]) -> Path:
 
 def standing(root: Path, spec: Spec) -> list[str]:
     """What can be said against a spec's certificate without running anything."""
+    return _read_and_judged(root, spec, sources.Snapshot())[1]
+
+
+def _read_and_judged(
+    root: Path, spec: Spec, seen: sources.Snapshot
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """A certificate as far as it can be read, and what can be said against it."""
     try:
         certificate = read(root, spec)
     except ValueError as error:
-        return [str(error)]
+        return None, [str(error)]
     if certificate is None:
-        return [f"MISSING: no certificate; kdtr mutate --spec {spec.stem} makes it"]
-    if certificate["digest"] != sources.digest(spec):
-        return [f"STALE: made from other sources; kdtr mutate --spec {spec.stem} makes it again"]
-    return [f"VACUOUS: {problem}" for problem in problems(spec, certificate)]
+        return None, [f"MISSING: no certificate; kdtr mutate --spec {spec.stem} makes it"]
+    if certificate["digest"] != sources.digest(spec, seen=seen):
+        return certificate, [
+            f"STALE: made from other sources; kdtr mutate --spec {spec.stem} makes it again"
+        ]
+    return certificate, [f"VACUOUS: {problem}" for problem in problems(spec, certificate)]
 
 
 def is_stale(root: Path, spec: Spec) -> bool:
@@ -193,26 +201,27 @@ def line(spec: Spec, certificate: Mapping[str, Any]) -> str:
     return "\n".join([said, *(f"  {problem}" for problem in certificate["problems"])])
 
 
-def summary(root: Path, chosen: Sequence[Spec]) -> dict[str, Any]:
+def summary(
+    root: Path, chosen: Sequence[Spec], seen: sources.Snapshot | None = None
+) -> dict[str, Any]:
     """The report's section: every spec's certificate as it stands, and the score of all."""
+    seen = seen or sources.Snapshot()
     rows = []
     total = score(())
     for spec in chosen:
-        said = standing(root, spec)
+        certificate, said = _read_and_judged(root, spec, seen)
         row: dict[str, Any] = {
             "spec": spec.stem, "verdict": CERTIFIED, "problems": said, "survivors": [],
             "score": None, "calibration": None,
         }  # fmt: skip
-        with contextlib.suppress(ValueError):
-            certificate = read(root, spec)
-            if certificate:
-                row |= {k: certificate[k] for k in ("score", "calibration")}
-                row["survivors"] = [
-                    {"name": r["name"], "why": r["why"]}
-                    for r in certificate["mutants"]
-                    if r["outcome"] in (SURVIVED, EQUIVALENT, FOR_A_GPU)
-                ]
-                total = {k: n + certificate["score"].get(k, 0) for k, n in total.items()}
+        if certificate:
+            row |= {k: certificate[k] for k in ("score", "calibration")}
+            row["survivors"] = [
+                {"name": r["name"], "why": r["why"]}
+                for r in certificate["mutants"]
+                if r["outcome"] in (SURVIVED, EQUIVALENT, FOR_A_GPU)
+            ]
+            total = {k: n + certificate["score"].get(k, 0) for k, n in total.items()}
         if said:
             row["verdict"] = next((v for v in (MISSING, STALE) if said[0].startswith(v)), VACUOUS)
         rows.append(row)

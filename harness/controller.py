@@ -175,7 +175,8 @@ class Run:
                 report.replace_file(root / SECONDS, json.dumps(everything, indent=1).encode())
         if self.config.option.kdtr_report:
             path = self.config.invocation_params.dir / self.config.option.kdtr_report
-            report.write(path / "report.json", self.sorted_verdicts(), **self.context())
+            write = report.write_part if self.config.option.kdtr_progress else report.write
+            write(path / "report.json", self.sorted_verdicts(), **self.context())
 
     def sorted_verdicts(self) -> list[Verdict]:
         return [self.verdicts[i] for i in sorted(self.verdicts)]

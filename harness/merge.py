@@ -50,14 +50,14 @@ def read(path: Path | str) -> dict[str, Any]:
     """A report.json, checked against schema and seal. `path` may be the folder that holds it."""
     import jsonschema
 
-    from harness.report import schema, seal
+    from harness.report import check, seal
 
     path = Path(path)
     if path.is_dir():
         path = path / "report.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        jsonschema.validate(found, schema())
+        check(found)
     except (OSError, ValueError) as error:
         raise MergeError(f"{path}: not a report: {error}") from None
     except jsonschema.ValidationError as error:

@@ -10,11 +10,13 @@ and programmatic dependent launch, which no single launch can show.
 """
 
 import ast
+import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from harness.sources import statements
 from harness.spec import Spec
 
 OPERATORS = {
@@ -169,6 +171,7 @@ def _flaw(source: str, changed: str) -> str:
     return "EQUAL: the code is what it was" if form == _normal(source) else ""
 
 
+@functools.lru_cache(8)  # of the modules that are changed; a mutant is asked for once
 def _normal(source: str) -> str | None:
     """The syntax tree without layout, comments, docstrings and other idle constants; None if there
     is none."""
@@ -176,10 +179,9 @@ def _normal(source: str) -> str | None:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            body[:] = [s for s in body if not _is_idle(s)]
+    for node in statements(tree):
+        body = getattr(node, "body", [])
+        body[:] = [s for s in body if not _is_idle(s)]
     return ast.dump(tree)
 
 
@@ -248,14 +250,18 @@ def _instrument(body: list[ast.stmt], first: int = 0) -> None:
 
 def statement_line(source: str, line: int) -> int:
     """First line of the innermost statement of a function that `line` lies in; 0 outside."""
-    found = 0
-    for function in _functions(ast.parse(source)):
-        for node in ast.walk(function):
-            if isinstance(node, ast.stmt) and node is not function:
-                last = node.end_lineno or node.lineno
-                if node.lineno <= line <= last and node.lineno >= found:
-                    found = node.lineno
-    return found
+    return max((first for first, last in _spans(source) if first <= line <= last), default=0)
+
+
+@functools.lru_cache(8)
+def _spans(source: str) -> list[tuple[int, int]]:
+    """First and last line of every statement within a function."""
+    return [
+        (node.lineno, node.end_lineno or node.lineno)
+        for function in _functions(ast.parse(source))
+        for node in statements(function)
+        if isinstance(node, ast.stmt) and node is not function
+    ]
 
 
 # -- the operators ---------------------------------------------------------------------------------

@@ -65,7 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=devices.LEASE_WAIT_S,
         help="Seconds to wait for GPUs that other runs on this machine hold",
     )
-    group.addoption("--kdtr-progress", action="store_true", help="One line a case (kdtr gate)")
+    group.addoption(
+        "--kdtr-progress",
+        action="store_true",
+        help="One line a case, and of the report only report.json (kdtr gate)",
+    )
 
 
 # -- which device, before anything imports numba ---------------------------------------------------

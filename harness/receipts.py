@@ -84,15 +84,21 @@ def seconds(root: Path) -> dict[str, float]:
     return found
 
 
-def standing(root: Path, gpu: str, cases: Iterable[tuple[Spec, Case]]) -> list[Standing]:
+def standing(
+    root: Path,
+    gpu: str,
+    cases: Iterable[tuple[Spec, Case]],
+    seen: sources.Snapshot | None = None,
+) -> list[Standing]:
     """How each of `cases` stands on `gpu`."""
     rows = read(root, gpu)
+    seen = seen or sources.Snapshot()
     digests: dict[str, dict[str, str]] = {}
     found = []
     for spec, case in cases:
         row = rows.get(spec.case_id(case))
         if spec.id not in digests:
-            digests[spec.id] = sources.case_digests(spec)
+            digests[spec.id] = sources.case_digests(spec, seen=seen)
         if row is None:
             state = State.MISSING
         elif not _intact(row):
@@ -178,11 +184,12 @@ def _note(rows: Mapping[str, dict[str, Any]], found: Mapping[str, Any], gpu: str
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def sources_digest(specs: Iterable[Spec | SpecError]) -> str:
+def sources_digest(specs: Iterable[Spec | SpecError], seen: sources.Snapshot | None = None) -> str:
     """sha256 over what `specs` depend on and the judge itself."""
+    seen = seen or sources.Snapshot()
     digest = hashlib.sha256()
     for spec in specs:
-        text = str(spec) if isinstance(spec, SpecError) else sources.digest(spec)
+        text = str(spec) if isinstance(spec, SpecError) else sources.digest(spec, seen=seen)
         digest.update(text.encode() + b"\n")
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())

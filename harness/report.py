@@ -226,19 +226,35 @@ def schema() -> dict[str, Any]:
     return json.loads(text)
 
 
+def check(report: Mapping[str, Any]) -> None:
+    """Raise jsonschema.ValidationError where a report is not as report.schema.json says."""
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schema())  # `validate` would judge it each time too
+    if error := jsonschema.exceptions.best_match(validator.iter_errors(report)):
+        raise error
+
+
 def write(path: Path | str, verdicts: Sequence[Verdict], **context: Any) -> dict[str, Any]:
     """Write report.json to `path` and report.html beside it; returns the report.
 
     Valid against report.schema.json, and atomic: a reader finds the old file or the new one.
     """
-    import jsonschema
-
     path = Path(path)
     report = as_report(verdicts, **context)
-    jsonschema.validate(report, schema())
-    replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
+    check(report)
+    _write_json(path, report)
     replace_file(path.with_suffix(".html"), page(report).encode())
     return report
+
+
+def write_part(path: Path, verdicts: Sequence[Verdict], **context: Any) -> None:
+    """Write report.json alone, for `merge.read`, which checks it."""
+    _write_json(path, as_report(verdicts, **context))
+
+
+def _write_json(path: Path, report: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
 
 
 def page(report: Mapping[str, Any]) -> str:

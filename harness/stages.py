@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import certificates, devices, merge, orphans, receipts, report, spec
+from harness import certificates, devices, merge, orphans, receipts, report, sources, spec
 from harness.spec import Case, Spec, SpecError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -220,8 +220,9 @@ class Gate:
         self.say(f"stage {stage}: {_count(len(pairs), 'case')} on {self.where(gpus)}")
         command = [
             sys.executable, "-m", "pytest", *self.targets(pairs), *plugin_arguments(),
-            "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:benchmark", "--color", _color(),
-            "-qq", "--no-header", "--no-summary", "--kdtr-progress",
+            "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:benchmark",
+            "-p", "no:hypothesispytest",  # it imports all of hypothesis to say nothing in the end
+            "--color", _color(), "-qq", "--no-header", "--no-summary", "--kdtr-progress",
             "--device", self.device, "--kdtr-lease-wait", str(self.lease_wait),
             "--kdtr-report", str(folder),
         ]  # fmt: skip
@@ -308,10 +309,11 @@ class Gate:
         verdicts = merge.verdicts(self.reports)
         context: dict[str, Any] = {"device": self.choice.device}
         context |= merge.contexts(self.reports)
-        context["sources"] = receipts.sources_digest(self.specs)
+        seen = sources.Snapshot()
+        context["sources"] = receipts.sources_digest(self.specs, seen)
         context["asked"] = {"gpus": len(self.choice.gpus), "kernel": self.kernel, **self.narrowing}
         if (self.root / certificates.FOLDER).is_dir():
-            context["mutation"] = certificates.summary(self.root, readable(self.specs))
+            context["mutation"] = certificates.summary(self.root, readable(self.specs), seen)
         if self.shard:
             context["shard"] = {"index": self.shard[0], "count": self.shard[1]}
         written = report.write(self.root / self.folder / "report.json", verdicts, **context)

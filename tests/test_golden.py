@@ -480,6 +480,44 @@ def test_any_change_behind_a_verdict_changes_its_digest(project, file, kernel_on
     assert (sources.oracle_digest(loaded) == oracle_before) == kernel_only
 
 
+def test_what_appears_changes_or_vanishes_in_the_life_of_a_process_counts(project):
+    """Whatever the time stamps say."""
+    loaded = spec.load(project / "specs" / "op.toml")
+    maths, late, data = (project / "mine" / name for name in ("maths.py", "late.py", "late.npz"))
+    digests = [sources.digest(loaded)]
+    text, before = maths.read_text(), maths.stat()
+
+    def write(content):
+        maths.write_text(content)
+        os.utime(maths, ns=(before.st_atime_ns, before.st_mtime_ns))
+        digests.append(sources.digest(loaded))
+
+    write(f"{text}\nfrom mine import late\nFILE = 'late.npz'\n")
+    assert not {late, data} & {*sources.files(loaded)}
+    late.write_text("")
+    data.write_text("")
+    assert {late, data} <= {*sources.files(loaded)}
+    digests.append(sources.digest(loaded))
+    late.unlink()
+    data.unlink()
+    assert sources.digest(loaded) == digests[1]
+    write(f"{text}\nfrom mine import none\nFILE = 'none.npz'\n")
+    assert len({*digests}) == 4
+    write(text)
+    assert digests[-1] == digests[0]
+
+
+def test_digests_that_share_a_snapshot_are_those_of_each_alone(project):
+    root, seen = Path(__file__).resolve().parents[1], sources.Snapshot()
+    files = [project / "specs" / "op.toml"]
+    files += [
+        root / "specs" / f"{stem}.toml" for stem in ("rms_norm", "model_paths", "model_greedy")
+    ]
+    for one in map(spec.load, files):
+        assert sources.digest(one, seen=seen) == sources.digest(one), one.id
+        assert sources.case_digests(one, seen=seen) == sources.case_digests(one), one.id
+
+
 def test_a_kernel_in_a_folder_without_init_counts_with_all_that_it_imports():
     root = Path(__file__).resolve().parents[1]
     loaded = spec.load(root / "specs" / "model_paths.toml")

@@ -135,7 +135,8 @@ class Project:
         return self.kdtr("gate", "-n", str(workers), *arguments)
 
     def pytest(self, *arguments: str) -> subprocess.CompletedProcess:
-        return self.run("-m", "pytest", *stages.plugin_arguments(), *arguments)
+        ours = ("-p", "no:hypothesispytest", *stages.plugin_arguments())  # that one is slow to end
+        return self.run("-m", "pytest", *ours, *arguments)
 
     def report(self, folder: str = "report") -> dict:
         return json.loads((self.folder / folder / "report.json").read_text())
