@@ -5,6 +5,7 @@ import numpy as np
 from goldens import dflash
 from goldens.numerics import BF16, Stream, round_to, unit_roundoff
 
+TINY = 2.0**-126  # an fp32 exponential below it is 0
 HOSTILE = (-1, 2**31 - 1)  # entries of the page table that nothing may look up
 
 
@@ -53,7 +54,7 @@ def inputs(
             for row in range(r * slots, (r + 1) * slots):
                 for head in range(heads):
                     picked = keys[int(rng.integers(0, len(keys))), head // (heads // groups)]
-                    q[row, head] = 512 * np.sign(picked)
+                    q[row, head] = 2**14 * np.sign(picked)  # a score more is e^-1000 less
     if values == "uniform":
         q[:] = 0
     return {
@@ -112,10 +113,11 @@ def reference(
     scale: float,
     page_size: int,
 ) -> dict[str, np.ndarray]:
-    """The magnitude is that of three errors: rounding each probability to bf16, independent of each
+    """The magnitude is that of four errors: rounding each probability to bf16, independent of each
     other, u sqrt(sum p^2 v^2); the fp32 scores and the exponential, which move a probability by a
     factor, (sqrt(size) u32 |q||k| scale + 2^-22) sum p |v|; fp32 sums over the keys,
-    sqrt(keys) u32 sum p |v|."""
+    sqrt(keys) u32 sum p |v|; what is lost below 2^-126, of a key's exponential, of its split's and
+    of their product with v, 2^-126 sum (2 |v| + 1) / l before the division by their sum l."""
     requests, (rows, heads, size) = len(prefix_len), q.shape
     slots = rows // requests
     out, magnitude = np.zeros(q.shape), np.zeros(q.shape)
@@ -132,11 +134,13 @@ def reference(
             keys, mixed = k[head // share], v[head // share]
             scores = query[:, head] @ keys.T * scale
             p = np.exp(scores - scores.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
+            total = p.sum(-1, keepdims=True)
+            p /= total
             reach = (np.abs(query[:, head]) @ np.abs(keys).T).max(-1) * abs(scale)
             factor = u32 * (np.sqrt(size) * reach + 4 + np.sqrt(len(keys)))
             magnitude[own, head] = u16 * np.sqrt(p**2 @ mixed**2)
             magnitude[own, head] += factor[:, None] * (p @ np.abs(mixed))
+            magnitude[own, head] += TINY * (2 * np.abs(mixed) + 1).sum(0) / total
     return {"o": out, "o.magnitude": magnitude}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from goldens.numerics import Gathered, Stream, round_to, unit_roundoff, widen
 
 MAX_WINDOW = 288  # a tree of 256 nodes and its root need nine words of mask
+TINY = 2.0**-126  # an fp32 exponential below it is 0
 HOSTILE = (-1, 2**31 - 1)  # entries of the page table that nothing may look up
 
 
@@ -36,14 +37,16 @@ def inputs(
     tree: str,
     values: str,
     exact: bool = False,
+    scale: float = 1.0,
 ) -> dict[str, Any]:
     """prefixes, nodes: "63,64,65", P and T of each request.
 
     tree: chain, star (all children of the root), random, or wide (random, parents near the root).
     values: plain; climbing (scores grow along the keys, so that the running maximum moves in every
-    tile); loud (window keys up to 32 times larger than the prefix's); uniform (equal scores: the
-    output is the mean of small integers); one_hot (each head's scores pick one visible key by more
-    than exp can bridge). The last two are exact.
+    tile); loud (window keys up to 32 times larger than the prefix's); faint (the first key takes
+    all, half of its values are 0, and the others' shares straddle 2^-126); uniform (equal scores:
+    the output is the mean of small integers); one_hot (each head's scores pick one visible key by
+    more than exp can bridge). The last two are exact.
     Whatever no row may read is NaN, and hostile in the page table; pages are scattered.
     """
     if exact != (values in ("uniform", "one_hot")):
@@ -64,7 +67,7 @@ def inputs(
         page_table[r, :used], free = free[:used], free[used:]
         places = np.arange(total)
         slot = page_table[r, places // page_size] * page_size + places % page_size
-        keys = round_to(_keys(rng, values, lengths[r], counts[r], width), kind)
+        keys = round_to(_keys(rng, values, lengths[r], counts[r], width, scale), kind)
         places_of.append(slot)
         keys_of.append(keys)
         for n, parent in enumerate(_parents(rng, tree, counts[r])):
@@ -81,6 +84,9 @@ def inputs(
                 q[row] = 512 * np.sign(target.astype(np.float64))
     if values == "uniform":
         q[:] = 0
+    elif values == "faint":
+        rank = _rank(width)
+        q[..., :rank], q[..., rank:] = 0, 1
     elif values != "one_hot":
         q *= 0.5
     return {
@@ -148,7 +154,14 @@ def _parents(rng: Stream, tree: str, count: int) -> list[int]:
     return [int(rng.integers(max(0, n - reach), n)) if n else -1 for n in range(count)]
 
 
-def _keys(rng: Stream, values: str, prefix: int, nodes: int, width: int) -> np.ndarray:
+def _rank(width: int) -> int:
+    """The largest power of two below the width, as in every model that has this attention."""
+    return 1 << (width - 1).bit_length() - 1
+
+
+def _keys(
+    rng: Stream, values: str, prefix: int, nodes: int, width: int, scale: float
+) -> np.ndarray:
     count = prefix + nodes
     if values == "uniform":
         return rng.integers(-4, 5, (count, width)).astype(np.float64)
@@ -157,6 +170,10 @@ def _keys(rng: Stream, values: str, prefix: int, nodes: int, width: int) -> np.n
     keys = rng.bell((count, width))
     if values == "climbing":
         keys *= np.linspace(0.25, 4, count)[:, None]
+    if values == "faint":
+        rank = _rank(width)
+        keys[:, rank:] = -np.linspace(86, 100, count)[:, None] / (scale * (width - rank))
+        keys[:1, rank:], keys[:1, : rank // 2] = 0, 0
     if values == "loud":
         keys[prefix:] *= 2.0 ** rng.integers(0, 6, (nodes, 1))
     return keys
@@ -199,16 +216,17 @@ def reference(
     scale: float,
     page_size: int,
 ) -> dict[str, np.ndarray]:
-    """o [rows, heads, rank]; rank is the largest power of two below the width, as in every model
-    that has this attention (512 of 576). The magnitude is that of three errors:
+    """o [rows, heads, rank]. The magnitude is that of four errors:
 
     rounding each probability to an activation, independent of each other: u sqrt(sum p^2 v^2);
     the fp32 scores and the exponential, which move a probability by a factor:
       (sqrt(width) u32 |q||k| scale + 2^-22) sum p |v|;
-    fp32 sums over the keys: sqrt(keys) u32 sum p |v|.
+    fp32 sums over the keys: sqrt(keys) u32 sum p |v|;
+    what is lost below 2^-126, of a key's exponential, of its split's and of their product with v
+    (before the division by the sum l of exponentials): 2^-126 sum (2 |v| + 1) / l.
     """
     rows, heads, width = q.shape
-    rank = 1 << (width - 1).bit_length() - 1
+    rank = _rank(width)
     out, magnitude = np.zeros((rows, heads, rank)), np.zeros((rows, heads, rank))
     u_act, u32 = unit_roundoff(q.dtype), unit_roundoff(np.float32)
     slots = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
@@ -234,7 +252,8 @@ def reference(
             factor = u32 * (np.sqrt(width) * size + 4 + np.sqrt(len(slots[row])))
             squares = sum(a**2 @ k.squares for a, k in zip(rough, parts, strict=True))
             sums = sum(a @ k.size[:, :rank] for a, k in zip(rough, parts, strict=True))
-            magnitude[row] = u_act * np.sqrt(squares) + factor[:, None] * sums
+            lost = TINY * sum(2 * k.whole + len(k.keys) for k in parts) / total
+            magnitude[row] = u_act * np.sqrt(squares) + factor[:, None] * sums + lost
     return {"o": out, "o.magnitude": magnitude}
 
 
@@ -245,6 +264,7 @@ class _Keys:
         self.keys = widen(keys)
         self.size = np.abs(widen(keys, np.float32))
         self.squares = self.size[:, :rank] ** 2
+        self.whole = self.size[:, :rank].sum(0, dtype=np.float64)
 
 
 def work(
@@ -259,7 +279,7 @@ def work(
     """Bytes of the keys that anybody sees, of q and of o; 2 (width + rank) operations a row, head
     and key."""
     _, heads, width = q.shape
-    rank = 1 << (width - 1).bit_length() - 1
+    rank = _rank(width)
     seen = keys_of_rows(page_table, row_start, prefix_len, ancestors, page_size)
     pairs = sum(len(keys) for keys in seen)
     keys = len(set().union(*(set(map(int, each)) for each in seen)))

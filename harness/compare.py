@@ -6,9 +6,11 @@ then the values, by the output's `match`:
 exact      The bits of the golden, rounded once. Also the sign of a zero; any NaN equals any NaN.
 ulp        At most n representable values away from the golden, rounded once. -0 and 0 are one.
 dot        What rounding to `store` makes of some value within the allowance of the golden, where
-           allowance = slack * sqrt(terms) * u(accumulate) * magnitude. That is, |err| <= allowance
-           + half the distance of `store` numbers around the result, which is at most
-           u(store) * |golden| but for the allowance itself.
+           allowance = n * u(accumulate) * magnitude with n = slack * sqrt(terms). Fewer than FEW
+           terms count as that many, because errors do not average over a handful, but n is never
+           more than the terms: that is certain. So |err| <= allowance + half the distance of
+           `store` numbers around the result, which is at most u(store) * |golden| but for the
+           allowance itself.
 companion  The same, where allowance = slack * magnitude.
 
 Headroom is the share of the allowance, or of the ulps, that was used: 1 is the limit. Rounding to
@@ -30,6 +32,8 @@ import numpy as np
 from harness.golden import CHUNK, Golden, numerics, rounded
 from harness.report import Result, Status
 from harness.spec import FLOATS, Case, Output, Spec
+
+FEW = 16  # terms
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ def rule(spec: Spec, case: Case, output: Output) -> str:
     if match.kind == "dot":
         terms = spec.terms(output, case)
         return (
-            f"within {match.slack:g} * sqrt({terms}) * u({match.accumulate}) * magnitude,"
-            f" then rounded to {match.store}"
+            f"within {_roundings(match.slack, terms):.3g} * u({match.accumulate}) * magnitude for"
+            f" {terms} terms, then rounded to {match.store}"
         )
     return f"within {match.slack:g} * magnitude, then rounded to {match.store}"
 
@@ -184,6 +188,11 @@ def _failed(
     )
 
 
+def _roundings(slack: float, terms: int) -> float:
+    """How many roundings, all one way and of the whole magnitude, a sum's error may look like."""
+    return min(terms, slack * math.sqrt(max(terms, FEW)))
+
+
 class _Judge:
     """Error over bound, element by element, for one output in one case."""
 
@@ -196,7 +205,7 @@ class _Judge:
         self.factor = 0.0
         if match.kind == "dot" and not case.exact:
             u = float(ml_dtypes.finfo(match.accumulate).eps) / 2
-            self.factor = match.slack * math.sqrt(spec.terms(output, case)) * u
+            self.factor = _roundings(match.slack, spec.terms(output, case)) * u
         elif match.kind == "companion" and not case.exact:
             self.factor = match.slack
 

@@ -83,7 +83,8 @@ class Match:
 
     exact      same bits
     ulp        within `ulp` units in the last place of the correctly rounded golden
-    dot        within slack * sqrt(terms) * u(accumulate) * magnitude, then rounded to `store`
+    dot        within n * u(accumulate) * magnitude, then rounded to `store`; n is about
+               slack * sqrt(terms), see harness/compare.py
     companion  within slack * magnitude, then rounded to `store`
     """
 

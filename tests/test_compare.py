@@ -70,6 +70,17 @@ def test_headroom_is_the_share_of_the_allowance_that_rounding_cannot_explain():
     assert result.headroom == pytest.approx((5 * 2.0**-23 - 2.0**-24) / ALLOWANCE)
 
 
+@pytest.mark.parametrize(
+    ("terms", "slack", "roundings"),
+    [(1, 1.0, 1), (4, 1.0, 4), (8, 1.0, 4), (16, 1.0, 4), (64, 1.0, 8), (8, 2.5, 8), (64, 2.5, 20)],
+)
+def test_errors_of_a_few_terms_need_not_average(terms, slack, roundings):
+    match = Match("dot", terms=terms, accumulate="float32", store="float32", slack=slack)
+    for error, status in ((roundings, Status.PASSED), (roundings + 1, Status.WRONG)):
+        got = np.array([1.0 + 2 * error * U_F32], np.float32)
+        assert judge(got, np.ones(1), match, magnitude=2.0).status is status
+
+
 def test_one_rounding_to_the_store_format_uses_no_headroom():
     want = np.linspace(1, 2, 999)
     match = Match("dot", terms=1, accumulate="float32", store="bfloat16", slack=1e-6)

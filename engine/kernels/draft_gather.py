@@ -10,7 +10,7 @@ draft_append leaves alone. status is 0, or 1 for a node outside the pass, 2 for 
 page; such an entry is padding too. One block an entry; a row's bits are copied.
 """
 
-from engine.device import check, cuda, i32, i64, kernel, ptr, u16, u32, u64
+from engine.device import check, cuda, i32, i64, kernel, ptr, static_range, u16, u32, u64
 from engine.ptx import (
     address,
     load_global_v4_or_zero,
@@ -20,6 +20,7 @@ from engine.ptx import (
 )
 
 THREADS = 256
+TURN = 4  # loads of a thread that are in flight together
 NO_SUCH_NODE, NO_PAGE = 1, 2
 
 
@@ -69,11 +70,25 @@ def _draft_gather(
     row = u32(u32(request * nodes) + node) if sound else u32(0)
     source = address(taps, u64(u64(row) * u64(width)))
     into = address(features, u64(u64(entry) * u64(width)))
-    while i < u32(width >> u32(3)):
+    units = u32(width >> u32(3))
+    end = units if sound else u32(0)
+    while i < units:  # all loads of a turn before its stores, which no load may pass
         at = u64(u64(i) * u64(16))
-        a, b, c, d = load_global_v4_or_zero(u64(source + at), u32(1) if sound else u32(0))
-        store_global_v4(u64(into + at), a, b, c, d)
-        i = u32(i + u32(THREADS))
+        v = load_global_v4_or_zero(u64(source + at), u32(1) if i < end else u32(0))
+        for n in static_range(1, TURN):
+            there = u32(i + u32(n * THREADS)) < end
+            from_here = u64(source + at + u64(16 * n * THREADS))
+            v = v + load_global_v4_or_zero(from_here, u32(1) if there else u32(0))
+        for n in static_range(TURN):
+            if u32(i + u32(n * THREADS)) < units:
+                store_global_v4(
+                    u64(into + at + u64(16 * n * THREADS)),
+                    v[4 * n],
+                    v[4 * n + 1],
+                    v[4 * n + 2],
+                    v[4 * n + 3],
+                )
+        i = u32(i + u32(TURN * THREADS))
 
 
 def draft_gather(

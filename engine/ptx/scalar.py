@@ -2,7 +2,7 @@
 
 bfloat16 values are their 16 bits in a u32. Source: PTX ISA 9.0, "cvt", "ex2", "fma", "prmt",
 "redux.sync", "griddepcontrol". Not alike to the bit: ex2.approx is within 2 ulp, the simulator's
-exp2 is correctly rounded as good as always.
+exp2 is correctly rounded as good as always. Both give 0 for what is below 2^-126.
 """
 
 import math
@@ -62,6 +62,11 @@ def _fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
     return np.float32(total)
 
 
+def _exp2(x: np.float32) -> np.float32:
+    value = np.exp2(np.float32(x))
+    return np.float32(0) if value < 2.0**-126 else value
+
+
 def _prmt(a: int, b: int, selector: int) -> int:
     source = int(a).to_bytes(4, "little") + int(b).to_bytes(4, "little")
     result = 0
@@ -74,7 +79,7 @@ def _prmt(a: int, b: int, selector: int) -> int:
     return result
 
 
-exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", [f32], [f32], lambda x: np.exp2(np.float32(x)))
+exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", [f32], [f32], _exp2)
 fma = instruction("fma.rn.f32 $0, $1, $2, $3;", [f32], [f32] * 3, _fma)
 popc = instruction("popc.b32 $0, $1;", [u32], [u32], lambda bits: int(bits).bit_count())
 mul_high_u64 = instruction(
