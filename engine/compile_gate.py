@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Bytes of shared memory that a block may have.
 TARGETS = {"sm_90a": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
-# Need more: the launcher takes another there, or refuses (tests/test_simulator.py).
+# Need more, and no others: the launcher takes another there, or refuses (tests/test_simulator.py).
 LARGE = {
     ("sm_120", "gemm_bf16_rows64_tokens64_ring4_groups4"),
     ("sm_120", "gemm_bf16_rows96_tokens64_ring4_groups4"),
@@ -123,7 +123,7 @@ def inspect_kernel(module: str, attribute: str, constants: dict | None, target: 
     if usage["REG"] > kernel.registers:
         faults.append(f"{usage['REG']} registers, ceiling {kernel.registers}")
     shared = max(usage.get("SHARED", 0) - RESERVED, 0) + kernel.dynamic_shared
-    if shared > TARGETS[target] and (target, kernel.name) not in LARGE:
+    if (shared > TARGETS[target]) != ((target, kernel.name) in LARGE):
         faults.append(f"{shared} B of shared memory, a block may have {TARGETS[target]}")
     faults += [f"no {want}" for want in kernel.sass if not any(o.startswith(want) for o in opcodes)]
     families: Counter[str] = Counter()

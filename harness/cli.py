@@ -13,12 +13,15 @@ import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from harness import console
 from harness.console import Device, fail, say, show
+
+if TYPE_CHECKING:
+    from harness.sources import Snapshot
 
 # Commands that live elsewhere: name, "module:attribute", help. A module that is not there takes
 # its own command away and no other.
@@ -275,19 +278,20 @@ def receipts_(
     Runs nothing. A receipt is a row of ci/receipts/GPU.json; it is stale when the spec, its oracle
     or its kernel have changed since. Exit 0 whatever it finds: kdtr gate --require-receipts judges.
     """
-    from harness import certificates, receipts, stages
+    from harness import certificates, receipts, sources, stages
 
     root = Path.cwd()
     try:
         specs = stages.readable(stages.load_specs(root))
+        seen = sources.Snapshot()
         for name in gpu or receipts.known(root):
-            show_receipts(root, name, specs)
+            show_receipts(root, name, specs, seen)
     except (LookupError, ValueError) as error:
         fail(error)
-    say(f"certificates: {certificates.total(certificates.summary(root, specs))}")
+    say(f"certificates: {certificates.total(certificates.summary(root, specs, seen))}")
 
 
-def show_receipts(root: Path, gpu: str, specs: list) -> None:
+def show_receipts(root: Path, gpu: str, specs: list, seen: Snapshot) -> None:
     """A row a stage: its cases by the state of their receipts of one GPU; then those not fresh."""
     from harness import receipts, stages
     from harness.spec import STAGES
@@ -296,7 +300,7 @@ def show_receipts(root: Path, gpu: str, specs: list) -> None:
     behind: dict[str, list[str]] = {}
     for stage in STAGES:
         pairs = [(s, c) for s in specs if s.stage == stage for c in s.cases.values()]
-        found = receipts.standing(root, gpu, pairs)
+        found = receipts.standing(root, gpu, pairs, seen)
         states = [one.state for one in found]
         counts = [states.count(state) or "" for state in receipts.State]
         clean = sum("sanitizer" in (one.row or {}) for one in found)

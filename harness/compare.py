@@ -8,7 +8,8 @@ ulp        At most n representable values away from the golden, rounded once. -0
 dot        What rounding to `store` makes of some value within the allowance of the golden, where
            allowance = n * u(accumulate) * magnitude with n = slack * sqrt(terms). Fewer than FEW
            terms count as that many, because errors do not average over a handful, but n is never
-           more than the terms: that is certain. So |err| <= allowance + half the distance of
+           more than the terms, which is certain where a term costs one rounding (a kernel that
+           rounds more has a companion). So |err| <= allowance + half the distance of
            `store` numbers around the result, which is at most u(store) * |golden| but for the
            allowance itself.
 companion  The same, where allowance = slack * magnitude.

@@ -60,6 +60,7 @@ class Planted:
     line: int  # of the statement that changed; 0: reached by every case
     reason: str | None = None  # why it changes nothing, in the spec's words
     gpu: str | None = None  # why only a GPU can show it
+    sim: str | None = None  # why a GPU need not
     waits: bool = False  # what changed is a barrier or a wait for a copy: on a GPU a matter of luck
     flaw: str = ""  # "EQUAL: ...", "STALE: ...", "INVALID: ..."
 
@@ -87,7 +88,14 @@ def named(spec: Spec, sources: dict[str, str]) -> list[Planted]:
         one = Planted(mutant.name, "named", module, changed, line)
         waits = any(_WAIT.search(text) for text in _lost(mutant.find, mutant.replace))
         planted.append(
-            replace(one, reason=mutant.equivalent, gpu=mutant.gpu, waits=waits, flaw=flaw)
+            replace(
+                one,
+                reason=mutant.equivalent,
+                gpu=mutant.gpu,
+                sim=mutant.sim,
+                waits=waits,
+                flaw=flaw,
+            )
         )
     return planted
 

@@ -2,8 +2,9 @@
 
 A certificate is made in the simulator, which sees more than a GPU shows: an exception of Python, an
 index beyond shared memory that hits nothing, threads in another order, a read before the barrier
-that it needed. What died there of such a thing may live on a GPU, and is listed. What died of the
-values that it left must die on a GPU too, and so must what the spec says is for a GPU alone.
+that it needed, shared and local memory that starts as NaN. What died there of such a thing may live
+on a GPU, and is listed, as is what the spec says a GPU need not show. What died of the values that
+it left must die on a GPU too, and so must what the spec says is for a GPU alone.
 
 A kill counts if the kernel as it is passes that case here: on a GPU that does not work all would
 die.
@@ -31,11 +32,13 @@ DIES, SAME, SIMULATORS = "die", "change nothing", "the simulator alone kills"
 REFUSED, FAILED, NOT_JUDGED = "do not compile", "FAILED", "not judged"
 GROUPS = (DIES, SAME, SIMULATORS, REFUSED, FAILED, NOT_JUDGED)
 
-# What the simulator finds where a GPU may go on: it raised, or ran the threads in another order.
+# What the simulator finds where a GPU may go on: it raised, ran the threads in another order, or
+# read memory that nobody had written.
 _SIMULATORS_OWN = {
     Status.CRASHED,
     Status.OUT_OF_BOUNDS,
     Status.NONDETERMINISTIC,
+    Status.NONFINITE,
     Status.TIMEOUT,
 }
 
@@ -160,6 +163,8 @@ def ruled(row: Mapping[str, Any], mutant: Planted, now: Mapping[str, Any]) -> tu
     if was == FOR_A_GPU:
         return FAILED, f"it is for a GPU to kill, and lives on this one: {now['why']}"
     verdict = Status(row["verdict"])
+    if mutant.sim:
+        return SIMULATORS, f"{mutant.sim}; here {now['why']}"
     if mutant.waits or verdict in _SIMULATORS_OWN:
         return SIMULATORS, f"{verdict} by {row['case']}; here {now['why']}"
     return FAILED, f"{row['case']} gives {verdict} in the simulator; here {now['why']}"

@@ -142,7 +142,10 @@ class Snapshot:
     def __init__(self) -> None:
         content: Callable[[Path], bytes] = functools.cache(Path.read_bytes)
         self.content = content
-        self.sha256 = functools.cache(lambda path: hashlib.sha256(content(path)).digest())
+        read = {".py": content}  # what is parsed too; data is not kept
+        self.sha256 = functools.cache(
+            lambda path: hashlib.sha256(read.get(path.suffix, Path.read_bytes)(path)).digest()
+        )
         self.package = functools.cache(_package)
         self.listing = functools.cache(_listing)
         self.data = functools.cache(_data)

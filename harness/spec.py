@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from keyword import iskeyword
@@ -144,6 +144,7 @@ class Mutant:
     equivalent: str | None = None
     module: str | None = None  # dotted name; None: the kernel's, in stage golden the oracle's
     gpu: str | None = None  # why the simulator cannot show it
+    sim: str | None = None  # why a GPU need not show it
 
 
 @dataclass(frozen=True)
@@ -496,7 +497,7 @@ class _Reader:
             key = f"mutants[{i}]"
             if not isinstance(table, dict):
                 raise self.error(key, "a table", table)
-            self.known(key, table, ("name", "find", "replace", "equivalent", "module", "gpu"))
+            self.known(key, table, [entry.name for entry in fields(Mutant)])
             for entry in ("name", "find", "replace"):
                 if not isinstance(table.get(entry), str) or (
                     entry != "replace" and not table[entry]
@@ -505,8 +506,11 @@ class _Reader:
             reason = table.get("equivalent")
             if reason is not None and (not isinstance(reason, str) or not reason):
                 raise self.error(f"{key}.equivalent", "the reason why it changes nothing", reason)
-            if not isinstance(table.get("gpu", "why"), str) or table.get("gpu") == "":
-                raise self.error(f"{key}.gpu", "the reason why it needs a GPU", table["gpu"])
+            for entry, why in (("gpu", "it needs a GPU"), ("sim", "a GPU need not show it")):
+                if not isinstance(table.get(entry, "why"), str) or table.get(entry) == "":
+                    raise self.error(f"{key}.{entry}", f"the reason why {why}", table[entry])
+            if len({"equivalent", "gpu", "sim"} & set(table)) > 1:
+                raise self.error(key, "one of equivalent, gpu and sim", sorted(table))
             module = table.get("module")
             if module is not None:
                 if not isinstance(module, str) or not re.fullmatch(r"[\w.]+", module):

@@ -45,6 +45,7 @@ def loaded(project, stem):
         ({**KILLED, "verdict": "CRASHED"}, LIVES, SIMULATORS, "CRASHED by five; here 3 cases"),
         ({**KILLED, "verdict": "OUT_OF_BOUNDS"}, LIVES, SIMULATORS, "OUT_OF_BOUNDS by five"),
         ({**KILLED, "verdict": "NONDETERMINISTIC"}, LIVES, SIMULATORS, "NONDETERMINISTIC by"),
+        ({**KILLED, "verdict": "NONFINITE"}, LIVES, SIMULATORS, "NONFINITE by five"),
         (FOR_A_GPU, KILLED, DIES, ""),
         (FOR_A_GPU, {**KILLED, "verdict": "TIMEOUT"}, NOT_JUDGED, "no verdict in time"),
         (FOR_A_GPU, LIVES, FAILED, "it is for a GPU to kill, and lives on this one: 3 cases pass"),
@@ -75,6 +76,13 @@ def test_a_barrier_that_is_missing_is_luck_whatever_the_simulator_said_of_it(pro
     assert {m.name: m.waits for m in found} == {"gone": True, "beside": False}
     found = mutants.generic(dataclasses.replace(one, mutants=()), "mine.twice", text)
     assert {m.operator for m in found if m.waits} == {"barrier"}
+
+
+def test_what_a_gpu_need_not_show_is_listed_with_its_reason():
+    made = Planted("m", "named", "x", "", 0, sim="it is the stand-in's")
+    found = mutate_gpu.ruled(KILLED, made, LIVES)
+    assert found == (SIMULATORS, "it is the stand-in's; here 3 cases pass")
+    assert mutate_gpu.ruled(KILLED, made, KILLED)[0] == DIES
 
 
 def test_what_ends_up_in_machine_code_is_told_from_host_code():

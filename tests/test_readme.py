@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 from throwaway import Project
+
+from harness import certificates
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"\| [^|]+ \| `(\w+)::(\w+)` \| ([\d.]+) \| ([^|]+) \|")
@@ -41,3 +44,22 @@ def test_the_kernel_in_contributing_passes_and_can_fail(tmp_path):
     done = project.kdtr("mutate", "--spec", "softcap", "-n", "1")
     assert done.returncode == 0, done.stdout
     assert "CERTIFIED softcap" in done.stdout
+
+
+def test_mutants_told_are_those_of_the_certificates():
+    found = Counter(
+        row["outcome"]
+        for path in (ROOT / "ci" / "certificates").glob("*.json")
+        for row in json.loads(path.read_text())["mutants"]
+    )
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    told = re.search(
+        r"of (\d+) mutants that change something (\d+) died in the simulator, and (\d+) are for a"
+        r" GPU .*?; (\d+) more are explained as changing nothing, (\d+) did not compile",
+        text,
+    )
+    dead, for_a_gpu = found[certificates.KILLED], found[certificates.FOR_A_GPU]
+    same, refused = found[certificates.EQUIVALENT], found[certificates.INVALID]
+    counts = (dead + for_a_gpu, dead, for_a_gpu, same, refused)
+    assert told
+    assert tuple(map(int, told.groups())) == counts

@@ -82,6 +82,7 @@ def test_discovery_is_sorted(tmp_path):
 Y = 'y = { shape = ["rows", 2], dtype = "float32", match = { ulp = 1 } }'
 X = 'x = { shape = ["rows", "columns"], dtype = "bfloat16" }'
 SMALL = "small = { rows = 3, sim = true }"
+MUTANT = '[[mutants]]\nname = "m"\nfind = "x"\nreplace = "y"\n'
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,14 @@ SMALL = "small = { rows = 3, sim = true }"
         ("[axes]", 'invariant = ["rows"]\n[axes]', "invariant", "[scalars]"),
         ("[axes]", 'invariant = "factor"\n[axes]', "invariant", "[scalars]"),
         ("[cases]", '[[mutants]]\nname = "m"\n[cases]', "mutants[0].find", "a string"),
+        ("[cases]", MUTANT + 'sim = ""\n[cases]', "mutants[0].sim", "a GPU need not show it"),
+        ("[cases]", MUTANT + "gpu = 1\n[cases]", "mutants[0].gpu", "it needs a GPU"),
+        (
+            "[cases]",
+            MUTANT + 'gpu = "large"\nsim = "luck"\n[cases]',
+            "mutants[0]",
+            "one of equivalent, gpu and sim",
+        ),
         ("[cases]", "[mutants]\n[cases]", "mutants", "an array of tables"),
     ],
 )

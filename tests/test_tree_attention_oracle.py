@@ -1,6 +1,7 @@
 """The oracle of tree attention against a walk from node to parent, one key at a time."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -61,3 +62,44 @@ def test_exact_values_say_so():
         tree_verify_mla.inputs(
             Stream("x"), page_size=4, tree="star", values="uniform", exact=False, **SHAPE
         )
+
+
+def nodes_without_a_bit(made: dict) -> np.ndarray:
+    """[rows], of the definition: NaN is theirs and nobody else's."""
+    room = min(tree_verify_mla.MAX_WINDOW, 32 * made["ancestors"].shape[1])
+    node = np.full(len(made["q"]), -1)
+    for first, last in pairwise(made["row_start"].tolist()):
+        node[first:last] = np.arange(last - first)
+    return node >= room
+
+
+def check_nan(made: dict, scale: float, page_size: int) -> None:
+    got = tree_verify_mla.reference(**made, scale=scale, page_size=page_size)["o"]
+    beyond = nodes_without_a_bit(made)
+    assert np.isnan(got[beyond]).all()
+    assert np.isfinite(got[~beyond]).all()
+
+
+@pytest.mark.parametrize("values", ["plain", "climbing", "loud", "faint"])
+@pytest.mark.parametrize("tree", ["chain", "star", "random", "wide"])
+def test_nan_in_the_golden_is_a_node_beyond_the_mask_and_no_poisoned_slot(tree, values):
+    """The specs allow NaN where the golden has it, and slots that no row may read hold NaN."""
+    shape = {**SHAPE, "words": 1, "rows": 50, "slots": 160, "max_pages": 40, "nodes": "40,3"}
+    for prefixes in ("0,0", "5,0", "1,90"):
+        rng = Stream("nan", tree, values, prefixes)
+        given = {**shape, "prefixes": prefixes}
+        made = tree_verify_mla.inputs(rng, page_size=4, tree=tree, values=values, **given)
+        check_nan(made, 0.3, 4)
+
+
+def test_an_oracle_that_reads_a_poisoned_slot_is_seen(monkeypatch):
+    made = tree_verify_mla.inputs(Stream("x"), page_size=4, tree="star", values="plain", **SHAPE)
+    poisoned = np.flatnonzero(np.isnan(made["cache"]).all(-1))[:1]
+    honest = tree_verify_mla.keys_of_rows
+    monkeypatch.setattr(
+        tree_verify_mla,
+        "keys_of_rows",
+        lambda *given: [np.concatenate([seen, poisoned]) for seen in honest(*given)],
+    )
+    with pytest.raises(AssertionError):
+        check_nan(made, 0.3, 4)
