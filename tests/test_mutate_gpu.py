@@ -185,6 +185,15 @@ def test_what_is_killed_with_the_run_is_no_dead_mutant(tmp_path):
         verdict.result()
 
 
+@pytest.fixture
+def interrupts():
+    """SIGINT as `kdtr` sets it: a shell has it ignored in what it starts with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_what_was_not_judged(certified, monkeypatch, capsys, number):
     done = mutate_gpu.Found("half")
