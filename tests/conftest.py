@@ -3,7 +3,14 @@
 import pytest
 from broken.scale import SPEC
 
-from harness import spec
+from harness import devices, spec
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_xdist_auto_num_workers():
+    """Half as many again in place of one a core: many tests wait for processes of their own."""
+    count = yield
+    return count * 3 // 2 if count == devices.cores() else count
 
 
 @pytest.fixture

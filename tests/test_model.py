@@ -192,7 +192,10 @@ def test_a_request_may_sit_a_pass_out(model):
     assert np.array_equal(to_host(alone.logits)[0], want)
 
 
-def test_rows_behind_the_windows_leave_every_cache_alone(model):
+def test_rows_behind_the_windows_leave_every_cache_alone():
+    weights, config = bundles.tensors("micro-fp32"), bundles.config("micro-fp32")
+    model = Model(weights, config, rows=6, requests=2, positions=8, page_size=4)
+
     def last(rows):
         for request in (0, 1):
             model.release(request)
