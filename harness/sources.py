@@ -140,16 +140,16 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        content: Callable[[Path], bytes] = functools.cache(Path.read_bytes)
-        self.content = content
-        read = {".py": content}  # what is parsed too; data is not kept
-        self.sha256 = functools.cache(
-            lambda path: hashlib.sha256(read.get(path.suffix, Path.read_bytes)(path)).digest()
-        )
+        self.content: Callable[[Path], bytes] = functools.cache(Path.read_bytes)
+        self.sha256 = functools.cache(self._sha256)
         self.package = functools.cache(_package)
         self.listing = functools.cache(_listing)
         self.data = functools.cache(_data)
         self.modules: dict[str, _Module | None] = {}
+
+    def _sha256(self, path: Path) -> bytes:
+        read = self.content if path.suffix == ".py" else Path.read_bytes  # data is not kept
+        return hashlib.sha256(read(path)).digest()
 
     def closure(self, root: Path, modules: list[str]) -> list[Path]:
         """Every file that importing `modules` reads, as far as it is the project's; sorted.
